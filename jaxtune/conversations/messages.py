@@ -272,17 +272,15 @@ def for_template(messages: Iterable[Message], template: str) -> list[Message]:
     thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
     names = {"reasoning_content": "thinking"} if thinking else {}
     return [
-        {
-            names.get(key, key): value
-            for key, value in (message if not pictures_of(message) else _in_parts(message)).items()
-            if key not in ("train", "train_detail")
-        }
+        {names.get(key, key): value for key, value in in_parts(message).items() if key not in ("train", "train_detail")}
         for message in messages
     ]
 
 
-def _in_parts(message: Message) -> Message:
-    """A message with pictures as a template takes it."""
+def in_parts(message: Message) -> Message:
+    """A message as templates and people take it: with pictures, in parts."""
+    if not pictures_of(message):
+        return message
     parts = _parts(message["content"])
     return {key: parts if key == "content" else value for key, value in message.items() if key != "pictures"}
 

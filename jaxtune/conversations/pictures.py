@@ -45,6 +45,8 @@ class PictureAccess:
     folders: tuple[str, ...] = (".",)
     """In which relative paths are looked for, in order."""
     files: bool = True
+    asked: list[str] | None = None
+    """Gets the paths at which files are looked for."""
     remote: bool = False
     """Whether http and https addresses are fetched."""
     remote_option: str = "data.remote_images: true"
@@ -259,6 +261,8 @@ def _of_text(text: str, access: PictureAccess) -> Picture:
         raise PictureError(f"{_short(text)} is no path")
     try:
         paths = [Path(folder, Path(path).expanduser()) for folder in access.folders]
+        if access.asked is not None:
+            access.asked.extend(str(candidate.absolute()) for candidate in paths)
         existing = next((candidate for candidate in paths if candidate.is_file()), None)
     except (OSError, RuntimeError, ValueError) as error:
         raise PictureError(f"{_short(text)} is no path: {error}") from None

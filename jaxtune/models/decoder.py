@@ -208,12 +208,10 @@ class Decoder(nnx.Module):
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
 
-    def with_pictures(
-        self, x: jax.Array, pictures: Pictures, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """(x [B, T, hidden], the embeddings, with the pictures' features at their tokens; what is added to the stream
-        after each of the first layers, [B, T, hidden]). The residuals of a tower that trains are recomputed; a frozen
-        one has no backward.
+    @_on_any_mesh
+    def picture_features(self, pictures: Pictures, dropout_key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """The tower's features, each [B, P / merge^2, hidden]. The residuals of a tower that trains are recomputed; a
+        frozen one has no backward.
 
         dropout_key: draws the adapters' dropout masks; None: no dropout.
 
@@ -225,9 +223,24 @@ class Decoder(nnx.Module):
         with jax.named_scope("pictures"):
             if self.vision.trains:
                 plan = ResidualPlan.uniform(RECOMPUTE, len(self.vision.layers))
-                features = self.vision(pictures, plan, dropout_key)
-            else:
-                features = jax.lax.stop_gradient(self.vision(pictures))
+                return self.vision(pictures, plan, dropout_key)
+            return jax.lax.stop_gradient(self.vision(pictures))
+
+    def with_pictures(
+        self,
+        x: jax.Array,
+        pictures: Pictures,
+        dropout_key: jax.Array | None = None,
+        features: tuple[jax.Array, ...] | None = None,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """(x [B, T, hidden], the embeddings, with the pictures' features at their tokens; what is added to the stream
+        after each of the first layers, [B, T, hidden]).
+
+        features: of `picture_features`; None: they are made here.
+        """
+        if features is None:
+            features = self.picture_features(pictures, dropout_key)
+        with jax.named_scope("pictures"):
             index = jnp.asarray(pictures.picture_features)[..., None]
 
             def put(x: jax.Array, features: jax.Array) -> jax.Array:
@@ -297,6 +310,7 @@ class Decoder(nnx.Module):
         noise: tuple[jax.Array, float] | None = None,
         table_rows: Mapping[str, jax.Array] | None = None,
         pictures: Pictures | None = None,
+        features: tuple[jax.Array, ...] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs the model without its head: (hidden states [B, T, hidden] after the final norm, in the compute dtype;
         {name: sum over the layers} of the values that `aux` names).
@@ -314,6 +328,7 @@ class Decoder(nnx.Module):
           noise: (key, alpha) of NEFTune's noise on the embeddings; None: no noise.
           table_rows: {name in `tables`: the tokens' rows [B, T, size]} of tables on the host; None: no table is there.
           pictures: of the rows; None: text alone.
+          features: of the pictures, as `picture_features` makes them; None: they are made here.
 
         Raises ValueError for a plan that does not fit, an unknown name in `aux`, or missing rows.
         """
@@ -332,7 +347,7 @@ class Decoder(nnx.Module):
         deep = []
         if pictures is not None:
             tower_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers + 1)
-            x, deep = self.with_pictures(x, pictures, tower_key)
+            x, deep = self.with_pictures(x, pictures, tower_key, features)
         projection_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
         layer_inputs = self.per_layer_inputs(tokens, x, projection_key, table_rows.get("per_layer"))
         sections = range(1, len(deep) + 1), lambda x, index: x + deep[index], self.layers, self.config.layers

@@ -44,20 +44,29 @@ def draw(colour: str, seed: int) -> Image.Image:
     return picture
 
 
-def write_rows(folder: Path, count: int, text: int = 0, seed: int = 0, name: str = "rows.jsonl") -> Path:
-    """A file of `count` rows, of which each asks for the colour of its picture, and of `text` rows without one."""
+def write_rows(
+    folder: Path, count: int, text: int = 0, seed: int = 0, name: str = "rows.jsonl", form: str = "messages"
+) -> Path:
+    """A file of `count` rows, of which each asks for the colour of its picture, and of `text` rows without one.
+
+    form: "messages", "pairs" with another colour rejected, or "prompts" with the column `answer`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(seed, seed + count):
         colour = COLOURS[number % len(COLOURS)]
         draw(colour, number).save(folder / f"{number}.png")
         question = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "Which?"}]
-        rows.append((question, colour))
-    rows += [(f"Say {number}.", str(number)) for number in range(text)]
-    order = np.random.default_rng(seed).permutation(len(rows))
-    lines = [
-        {"messages": [{"role": "user", "content": rows[i][0]}, {"role": "assistant", "content": rows[i][1]}]}
-        for i in order
-    ]
+        rows.append((question, colour, COLOURS[(number + 1 + number // 4 % 3) % len(COLOURS)]))
+    rows += [(f"Say {number}.", str(number), str(number + 1)) for number in range(text)]
+    lines = [_row(form, *rows[index]) for index in np.random.default_rng(seed).permutation(len(rows))]
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / name
+
+
+def _row(form: str, question: object, answer: str, other: str) -> dict[str, object]:
+    asked = [{"role": "user", "content": question}]
+    if form == "prompts":
+        return {"prompt": asked, "answer": answer}
+    said, unsaid = ([{"role": "assistant", "content": text}] for text in (answer, other))
+    return {"messages": asked + said} if form == "messages" else {"prompt": asked, "chosen": said, "rejected": unsaid}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file
 from jaxtune import cli
 from jaxtune.models.hf import Pretrained
 from jaxtune.train.config.file import load_config
+from jaxtune.train.data.packing.answers import SAMPLED_LOGPS
+from jaxtune.train.objectives.policy import log_probs_of
 from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
 from tests.train.picture_runs import COLOURS, write_model, write_rows
@@ -30,6 +33,9 @@ def places(tmp_path_factory):
         "rows": write_rows(folder / "rows", 48, text=12),
         "held_out": write_rows(folder / "held_out", 16, seed=1000),
         "text": write_rows(folder / "text", 0, text=16),
+        "pairs": write_rows(folder / "pairs", 48, text=8, form="pairs"),
+        "prompts": write_rows(folder / "prompts", 12, text=4, form="prompts"),
+        "held_out_pairs": write_rows(folder / "held_out_pairs", 16, seed=1000, form="pairs"),
     }
 
 
@@ -77,7 +83,7 @@ def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_p
     """New pictures are named better than any reader of the text can; a run that lost its last step makes it again."""
     saves = {"every_steps": STEPS - 1, "every_minutes": None}
     held_out = {"eval": str(places["held_out"])}
-    asked = {"exact_match_rows": 16, "max_new_tokens": 8}
+    asked = {"exact_match_rows": 16, "max_new_tokens": 8, "generate": ["exact_match"]}
     run = train(tmp_path, places, checkpoint=saves, data=held_out, evaluation=asked, export={"merged": True})
     said = " ".join("".join(capsys.readouterr()).split())
     assert "48 pictures of 4 to 25 tokens and 16 to 100 patches" in said
@@ -89,6 +95,8 @@ def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_p
     assert results["exact_match"] > 0.6 and results["samples"][0]["question"] == "<image>Which?"
     assert cli.main(["evaluate", str(run / "config.yaml"), "precision=fp32"]) == 0
     scores = json.loads(capsys.readouterr().out)
+    answers = [line["eval_answers/exact_match"] for line in lines(run) if "eval_answers/exact_match" in line]
+    assert answers[-1] == scores["eval_answers/exact_match"] == results["exact_match"]
     assert scores["exact_match"] == results["exact_match"] and scores["samples"] == results["samples"]
     before, first = load_file(run / "merged" / "model.safetensors"), losses(run)
     shutil.rmtree(run / "merged")
@@ -99,6 +107,36 @@ def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_p
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
+
+
+def test_preferences_that_only_pictures_tell(tmp_path, places, capsys):
+    """New pairs are told apart; a run that lost its last step makes it again from the same reference."""
+    changes = dict(
+        objective={"name": "dpo", "precompute_ref_log_probs": True},
+        checkpoint={"every_steps": STEPS - 1, "every_minutes": None},
+        data={"train": str(places["pairs"]), "eval": str(places["held_out_pairs"]), "cache_dir": str(tmp_path / "c")},
+    )
+    run = train(tmp_path, places, **changes)
+    assert "96 pictures of 4 to 25 tokens" in " ".join("".join(capsys.readouterr()).split())  # of both answers
+    evaluation = next(line for line in reversed(lines(run)) if "eval_loss" in line)
+    assert evaluation["eval_rewards/accuracies"] > 0.8
+    first = losses(run)
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
+    train(tmp_path, places, **changes)
+    assert losses(run) == first
+    assert "log-probabilities of the reference: /" in " ".join("".join(capsys.readouterr()).split())
+
+
+@pytest.mark.parametrize("tower", ["frozen", "all"])
+def test_a_reference_of_pairs_is_computed_in_steps_or_before(tmp_path, places, tower):
+    runs = []
+    for before in (True, False):
+        (folder := tmp_path / str(before)).mkdir()
+        objective = {"name": "dpo", "precompute_ref_log_probs": before}
+        settings = dict(model={"tower": tower}, adapter={"r": 2}, steps=3, data={"train": str(places["pairs"])})
+        runs.append(losses(train(folder, places, objective=objective, **settings)))
+    np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
+    assert runs[0][0] == pytest.approx(math.log(2)) and runs[0][2] < 0.69
 
 
 def test_packed_rows_have_the_losses_of_rows_alone(tmp_path, places):
@@ -160,6 +198,19 @@ def test_a_plan_elsewhere_counts_patches(places, capsys, tmp_path):
     assert "room for 4,096 patches a row, in a frozen tower of 2 layers" in said and "pictures of two steps" in said
 
 
+def test_the_plan_counts_the_patches_of_held_out_rows(tmp_path, places):
+    """They have the room of training rows, or that of their own pictures where those have none."""
+    for train_rows, length in (("rows", 384), ("text", 128)):
+        data = {"train": str(places[train_rows]), "eval": str(places["held_out"]), "length": length}
+        trainer = trainer_of(tmp_path, places, data=data, model={"pictures": True}, rows_per_step=2)
+        costs, held_out, patches = trainer.engine.planner.cost, trainer.eval_data, trainer.batches.patches
+        assert (patches > 256) == (train_rows == "rows") and costs.tower.patches == (patches or 256)  # of evaluation
+        assert held_out is not None and held_out.rows.patches == costs.held_out.patches == (patches or 256)
+        assert held_out.report.pictures.left_out == 0
+        batch = held_out.rows.empty(2)
+        assert costs.held_out_bytes == 2 * sum(array.nbytes for array in batch.pictures.values())
+
+
 @pytest.mark.parametrize("changes", [{"micro_batches": 2}, {"mesh": {"data": 2}}, {"adapter": None}])
 def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
     runs = []
@@ -176,15 +227,112 @@ def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
         np.testing.assert_allclose(runs[0], runs[1], rtol=1e-4)
 
 
+REWARDS = """
+from PIL import Image
+
+
+def named(prompts, completions, answer, images, **columns):
+    for prompt, shown in zip(prompts, images):
+        parts = prompt[-1]["content"]
+        if shown is None:
+            assert isinstance(parts, str)
+            continue
+        assert [part["type"] for part in parts] == ["image", "text"]
+        assert len(shown) == 1 and isinstance(shown[0], Image.Image) and shown[0].mode == "RGB"
+    pairs = zip(completions, answer)
+    return [sum(letter in said[-1]["content"] for letter in right) / len(right) for said, right in pairs]
+"""
+
+
+def rewarded(folder, places, objective="grpo", **settings):
+    (folder / "rewards.py").write_text(REWARDS)
+    how = {"name": objective, "reward_funcs": [f"{folder}/rewards.py:named"], "max_completion_length": 6}
+    return dict(
+        objective={**how, "num_generations": 4, **settings},
+        data={"train": str(places["prompts"]), "length": 128},
+        rows_per_step=16,
+        adapter={"r": 2},
+    )
+
+
+@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+def test_rewards_of_answers_to_pictures(tmp_path, places, objective):
+    """Sampler and trainer give answers the same probabilities; a run that lost its last step, in the middle of a
+    generation, makes it again.
+    """
+    changes = rewarded(tmp_path, places, objective, steps_per_generation=2, beta=0.1)
+    changes |= dict(steps=6, model={"tower": "all"}, checkpoint={"every_steps": 5, "every_minutes": None})
+    run = train(tmp_path, places, **changes)
+    steps = [line for line in lines(run) if "loss" in line]
+    assert max(line["sampling/sampling_logp_difference/max"] for line in steps) < 2e-4
+    assert any(line["reward_std"] > 0 for line in steps)
+    before, rollouts = [line["loss"] for line in steps], (run / "rollouts.jsonl").read_text()
+    assert {"type": "image"} in json.loads(rollouts.splitlines()[0])["prompt"][-1]["content"] or "Say" in rollouts
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    train(tmp_path, places, **changes)
+    assert losses(run) == before and (run / "rollouts.jsonl").read_text() == rollouts
+
+
+@pytest.mark.parametrize("changes", [{}, {"data": {"patches_per_row": 64}}, {"objective": {"num_generations": 3}}])
+def test_answers_are_trained_on_where_they_were_sampled(tmp_path, places, changes):
+    """With the pictures and the positions of their prompts: with others they are unlikely."""
+    settings = rewarded(tmp_path, places) | dict(rows_per_step=12)
+    settings |= {key: settings[key] | value for key, value in changes.items()}
+    trainer = trainer_of(tmp_path, places, **settings)
+    source, model = trainer.batches, trainer.model.prepared
+    batch = source.batch_at(0, lambda: model)
+    room = source.patches
+    assert batch.pictures["patches"].shape == (source.rows_per_step, room, 96)
+    assert changes.get("data") is None or room == 256
+    group = settings["objective"]["num_generations"]
+    prompts = [len({answer.prompt for answer in row}) for row in rows_of(source)]
+    assert max(prompts) <= -(-source.max_documents // group) + 1
+    for row, segments in enumerate(batch.pictures["patch_segments"]):
+        assert segments.max() <= min(prompts[row], source.max_pictures)  # a group's picture is there once
+
+    def apart(other):
+        differences = log_probs_of(1.0, model, other) - batch.extra[SAMPLED_LOGPS]
+        return np.abs(differences[batch.weights > 0]).max()
+
+    assert apart(batch) < 1e-4
+    index = np.broadcast_to(np.arange(batch.tokens.shape[1])[None, :, None], batch.positions.shape)
+    assert apart(dataclasses.replace(batch, positions=index.astype(np.int32))) > 1e-3
+    dark = {**batch.pictures, "patches": -batch.pictures["patches"]}
+    assert apart(dataclasses.replace(batch, pictures=dark)) > 1e-3
+
+
+def rows_of(source):
+    """The answers of each row of the first step."""
+    [_, answers] = source._generation
+    rows = [[] for _ in range(source.rows_per_step)]
+    for answer, (row, _, _) in zip(answers, source.rows.places_of(answers), strict=True):
+        rows[row].append(answer)
+    return rows
+
+
+TOOL = '''
+def add(one: int, other: int) -> int:
+    """Adds.
+
+    Args:
+        one: A number.
+        other: A number.
+    """
+    return one + other
+'''
+
 REFUSED = {
-    "objective": (dict(objective="orpo"), "objective = orpo: not supported yet in a run with pictures"),
+    "called": (
+        dict(
+            objective={"name": "grpo", "reward_funcs": ["exact_match"], "tools": ["FOLDER/tools.py:add"]},
+            rows_per_step=8,
+        ),
+        "objective.tools or environment_factory: not supported yet in a run with pictures",
+    ),
+    "objective": (dict(objective="reward"), "objective = reward: not supported yet in a run with pictures"),
     "weights divided": (dict(mesh={"fsdp": 2}), "mesh.fsdp = 2: not supported yet in a run with pictures"),
     "streamed": (dict(data={"streaming": True}), "data.streaming = true: not supported yet in a run with pictures"),
     "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),
-    "asked": (
-        dict(evaluation={"generate": ["exact_number"]}, data={"eval": "HELD_OUT"}),
-        "evaluation.generate = ['exact_number']: not supported yet in a run with pictures",
-    ),
     "no pictures wanted": (dict(model={"pictures": False}), "a part of the type image in content; only text can be"),
     "no tower to train": (
         dict(model={"pictures": False, "tower": "all"}),
@@ -208,7 +356,8 @@ def test_what_cannot_be_is_refused_by_name_before_weights_are_read(tmp_path, pla
     missing = tmp_path / "rows.jsonl"
     missing.write_text(places["rows"].read_text().replace('.png"', '_.png"'))
     text = json.dumps(changes).replace("HELD_OUT", str(places["held_out"])).replace("MISSING", str(missing))
-    text = text.replace("TEXT", str(places["text"]))
+    text = text.replace("TEXT", str(places["text"])).replace("FOLDER", str(tmp_path))
+    (tmp_path / "tools.py").write_text(TOOL)
     monkeypatch.setattr(Pretrained, "load", lambda *_: pytest.fail("weights were read"))
     assert cli.main(["train", str(recipe(tmp_path, places, **json.loads(text)))]) == cli.USER_ERROR
     assert words in " ".join(capsys.readouterr().err.split())

@@ -16,11 +16,12 @@ import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
-from jaxtune.train.config import ConfigError, DataConfig
+from jaxtune.train.config import DataConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.rendering.formats import LABELLED
-from jaxtune.train.data.tokens.documents import Document, Documents
+from jaxtune.train.data.rendering.pictures import PictureOptions
+from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.preference import Referenced, sum_log_probs
 
@@ -52,13 +53,20 @@ class KTO(Referenced):
     )
 
     def prepare(
-        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+        self,
+        rows: Any,
+        tokenizer: Any,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        max_rows: int | None,
+        pictures: PictureOptions | None = None,
     ) -> PairDataset:
         """As Pairs, of labelled rows, with mismatched answers; a PairDataset has them already. Labels are 1 for
         desirable answers, else 0.
         """
         was_prepared = isinstance(rows, PairDataset)
-        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows, pictures=pictures)
         if was_prepared:
             return data_set
         documents, labels = with_mismatched_answers(data_set.documents)
@@ -116,28 +124,28 @@ def _mismatched_there(batch: Batch) -> jax.Array:
 def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
     """KTO's pairs of documents, and float32[rows] labels (1: desirable): each row's own document, then its prompt with
     the answer of the nearest row before, cyclically, with another prompt (with one prompt only: the row before). An
-    answer begins with the first trained token.
+    answer begins with the first trained token; pictures are those of its tokens.
 
       documents: two a row, the second (desirable) or first (undesirable) empty.
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
-    own_documents = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
-    before = _nearest_of_other_prompts(own_documents)
-    return _mismatched(own_documents, before, documents, np.arange(len(documents))), labels.astype(np.float32)
+    indices = 2 * np.arange(len(labels)) + ~labels
+    begins = _begins(documents, indices)
+    prompts = [documents.key(index, begin) for index, begin in zip(indices.tolist(), begins, strict=True)]
+    return _mismatched(documents, indices, begins, _nearest_of_others(prompts)), labels.astype(np.float32)
 
 
-def _nearest_of_other_prompts(documents: list[Document]) -> list[int]:
-    """For each document the nearest one before it, cyclically, with another prompt; else the one before."""
-    prompts = [document.tokens[: int(np.argmax(document.mask))].tobytes() for document in documents]
-    nearest = [(row - 1) % len(documents) for row in range(len(documents))]
+def _nearest_of_others(prompts: list[bytes]) -> list[int]:
+    """For each prompt the nearest one before it, cyclically, that differs; else the one before."""
+    nearest = [(row - 1) % len(prompts) for row in range(len(prompts))]
     if len(set(prompts)) == 1:
         return nearest
     for row in (
-        *range(len(documents)),
-        *range(len(documents)),
+        *range(len(prompts)),
+        *range(len(prompts)),
     ):  # the first round of the first rows begins with the last ones
         if prompts[nearest[row]] == prompts[row]:
-            nearest[row] = nearest[(row - 1) % len(documents)]
+            nearest[row] = nearest[(row - 1) % len(prompts)]
     return nearest
 
 
@@ -148,34 +156,26 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
     Rows that lose their answer when cut to `rows.length` are left out before. Reference log-probabilities become NaN.
     """
     assert rows.labels is not None
-    own_documents = [rows.documents[2 * row] for row in range(len(rows.labels))]
-    has_answer = np.asarray([document.mask[1 : rows.length].any() for document in own_documents])
-    source_indices = np.repeat(2 * np.flatnonzero(has_answer), 2)
-    kept_documents = [own_documents[row] for row in np.flatnonzero(has_answer)]
-    before = [row - 1 if row % size else min(row + size, len(kept_documents)) - 1 for row in range(len(kept_documents))]
-    documents = _mismatched(kept_documents, before, rows.documents, source_indices)
+    documents = rows.documents
+    has_answer = np.asarray([documents[2 * row].mask[1 : rows.length].any() for row in range(len(rows.labels))])
+    indices = 2 * np.flatnonzero(has_answer)
+    before = [row - 1 if row % size else min(row + size, len(indices)) - 1 for row in range(len(indices))]
+    documents = _mismatched(documents, indices, _begins(documents, indices), before)
     reference = None if rows.reference is None else np.full(len(documents), np.nan, np.float32)
     return dataclasses.replace(rows, documents=documents, labels=rows.labels[has_answer], reference=reference)
 
 
-def _mismatched(
-    own_documents: list[Document], answer_rows: list[int], source: Documents, source_indices: np.ndarray
-) -> Documents:
-    """Each of `own_documents`, followed by its prompt with the answer of own_documents[answer_rows[row]]; 2 n documents
-    with their masks.
+def _begins(documents: Documents, indices: np.ndarray) -> list[int]:
+    return [int(np.argmax(documents[index].mask)) for index in indices.tolist()]
 
-      source_indices: int[2 n], the document in `source` that gives each its file and line.
+
+def _mismatched(documents: Documents, indices: np.ndarray, begins: list[int], answer_rows: list[int]) -> Documents:
+    """The documents at `indices`, each followed by its prompt, of begins[row] tokens, with the answer of row
+    answer_rows[row].
     """
-    if source.pictures is not None and source.pictures.counts.any():
-        raise ConfigError("objective = 'kto': its mismatched answers have no pictures; set dpo, or leave pictures out")
-    begins = [int(np.argmax(document.mask)) for document in own_documents]
-    pair_documents = []
-    for row, document in enumerate(own_documents):
-        other_document, start = own_documents[answer_rows[row]], begins[answer_rows[row]]
-        tokens, mask = (
-            np.concatenate([prompt[: begins[row]], answer[start:]])
-            for prompt, answer in ((document.tokens, other_document.tokens), (document.mask, other_document.mask))
-        )
-        pair_documents += [document, Document(tokens, mask)]
-    origins = None if source.origins is None else source.origins[source_indices]
-    return dataclasses.replace(Documents.gather(pair_documents), origins=origins, files=source.files)
+    lengths = documents.lengths[indices].tolist()
+    answers = [(index, begin, length - begin) for index, begin, length in zip(indices.tolist(), begins, lengths)]
+    pieces: list[list[tuple[int, int, int]]] = []
+    for row, (index, begin, count) in enumerate(answers):
+        pieces += [[(index, 0, begin + count)], [(index, 0, begin), answers[answer_rows[row]]]]
+    return documents.joined(pieces)

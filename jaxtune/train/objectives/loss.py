@@ -136,6 +136,7 @@ class Forward:
         self._aux_losses = aux_losses
         self.runs = 0
         self.aux: jax.Array | None = None
+        self._features: tuple[list[jax.Array], tuple[jax.Array, ...]] | None = None
 
     def __call__(self, model: Decoder, batch: Batch) -> jax.Array:
         """Hidden states after the final norm, in the compute dtype. Further runs get other dropout masks and noise."""
@@ -164,10 +165,20 @@ class Forward:
         # The batch's rows are those of the run's model; a teacher has tables of its own on the device.
         rows = {name: rows for name, rows in batch.table_rows.items() if isinstance(rows, jax.Array)}
         rows = rows if model.needs_rows else None
-        pictures = None
         if batch.pictures:
             pictures = Pictures(**jax.tree.map(jnp.asarray, batch.pictures), max_pictures=self._max_pictures)
-        return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, pictures=pictures, **options)
+            options |= {"pictures": pictures, "features": self._frozen_features(model, batch, pictures)}
+        return model.run(*arrays, max_documents=self._max_documents, table_rows=rows, **options)
+
+    def _frozen_features(self, model: Decoder, batch: Batch, pictures: Pictures) -> tuple[jax.Array, ...] | None:
+        """Of a frozen tower, made once for all runs with the same weights and pictures; None: the run makes them."""
+        if model.vision is None or model.vision.trains:
+            return None
+        of = [*jax.tree.leaves(nnx.state(model.vision)), *jax.tree.leaves(batch.pictures)]
+        known = self._features
+        if known is None or len(known[0]) != len(of) or any(a is not b for a, b in zip(known[0], of, strict=True)):
+            known = self._features = of, model.picture_features(pictures)
+        return known[1]
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """(sum of weighted next-token losses in nats, sum of weights), float32. Logits never exist as a whole, here and

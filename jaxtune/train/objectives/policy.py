@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
@@ -34,6 +35,7 @@ from jaxtune.train.data.packing.answers import (
     STARTS,
     STEP_TOKENS,
 )
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.objectives import grpo
 from jaxtune.train.objectives.grpo import Answers, Correction, PolicyLoss, group_advantages, rloo_advantages
 from jaxtune.train.objectives.loss import Forward
@@ -95,6 +97,7 @@ class GRPO(Declared):
     name: ClassVar[str] = "grpo"  # by which objective.name selects it
     head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
     has_row_loss: ClassVar[bool] = False
+    reads_pictures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.importance_sampling_mode not in get_args(Correction):
@@ -188,7 +191,14 @@ class GRPO(Declared):
         )
 
     def prepare(
-        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+        self,
+        rows: Any,
+        tokenizer: Any,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        max_rows: int | None,
+        pictures: PictureOptions | None = None,
     ) -> TokenDataset:
         """Raises ConfigError: there is no loss on rows that nobody sampled."""
         raise ConfigError(
@@ -413,8 +423,8 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
     log_probs = np.zeros(batch.tokens.shape, np.float32)
     for start in range(0, rows, _SCORED_ROWS):
         row_indices = np.minimum(np.arange(start, start + _SCORED_ROWS), rows - 1)
-        arrays = [a[row_indices] for a in (batch.tokens, batch.targets, batch.segment_ids, batch.positions)]
-        values = np.asarray(_row_log_probs(graph, temperature, state, *arrays))
+        some_rows = jax.tree.map(operator.itemgetter(row_indices), dataclasses.replace(batch, extra={}))
+        values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
         count = min(_SCORED_ROWS, rows - start)
         log_probs[start : start + count] = values[:count]
     return np.where(batch.weights > 0, log_probs, 0.0).astype(np.float32)
@@ -426,9 +436,8 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
-    """float32[rows, length]; compiled for each shape, graph and temperature. Arrays as in Batch."""
+def _row_log_probs(graph, temperature, state, batch: Batch) -> jax.Array:
+    """float32[rows, length]; compiled for each shape, graph and temperature."""
     model = nnx.merge(graph, state)
-    batch = Batch(tokens, targets, jnp.zeros(tokens.shape), segment_ids, positions)
     forward = Forward()
     return forward.log_probs(model, forward.frozen(model, batch), batch, temperature=temperature)[0]

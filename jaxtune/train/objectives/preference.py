@@ -26,6 +26,7 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import prepare
 from jaxtune.train.data.packing.pairs import PAIRS, REFERENCE, PairDataset
 from jaxtune.train.data.rendering.formats import PREFERENCE
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Declared, ReferenceColumn
 
@@ -93,9 +94,17 @@ class Pairs(Declared):
     unit: ClassVar[str] = "pairs"  # what the count of `loss` counts
     head: ClassVar[Head] = TEXT  # the kind of head that the model must have
     sums: ClassVar[tuple[str, ...]]  # the names of the sums of `loss` for metrics
+    reads_pictures: ClassVar[bool] = True
 
     def prepare(
-        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+        self,
+        rows: Any,
+        tokenizer: Any,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        max_rows: int | None,
+        pictures: PictureOptions | None = None,
     ) -> PairDataset:
         """Rows as pairs of documents, the prompt with each answer; only a conversation's last response is an answer. A
         PairDataset is checked and returned.
@@ -110,7 +119,7 @@ class Pairs(Declared):
                 raise ConfigError(
                     f"data.format = {data.format!r}: {self.name} takes {self.row_format} rows; leave it out"
                 )
-            options |= {"format": self.row_format, "last_response_only": True}
+            options |= {"format": self.row_format, "last_response_only": True, "pictures": pictures}
             if data.train_on == "all":
                 raise ConfigError(f"data.train_on = {data.train_on!r}: preferences compare responses; leave it out")
             if data.overflow == "split":
@@ -219,10 +228,17 @@ class Referenced(Preference):
         return ReferenceColumn("objective.precompute_ref_log_probs") if self.precompute_ref_log_probs else None
 
     def prepare(
-        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+        self,
+        rows: Any,
+        tokenizer: Any,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        max_rows: int | None,
+        pictures: PictureOptions | None = None,
     ) -> PairDataset:
         """As Pairs; with precompute_ref_log_probs `reference` is NaN until filled (`references.fill_reference`)."""
-        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows, pictures=pictures)
         if self.precompute_ref_log_probs and data_set.reference is None:
             data_set = dataclasses.replace(data_set, reference=np.full(len(data_set.documents), np.nan, np.float32))
         return data_set

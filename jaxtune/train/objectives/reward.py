@@ -22,6 +22,7 @@ from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.rendering.formats import PREFERENCE
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.objectives.loss import Forward
@@ -52,16 +53,24 @@ class Reward(Pairs):
     name: ClassVar[str] = "reward"  # by which objective.name selects it
     no_right_answer: ClassVar[str | None] = "a reward model writes no answers"
     head: ClassVar[Head] = SCORE  # the model must have a head that scores texts
+    reads_pictures: ClassVar[bool] = False
     # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 
     def prepare(
-        self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
+        self,
+        rows: Any,
+        tokenizer: Any,
+        data: DataConfig,
+        *,
+        vocab_size: int,
+        max_rows: int | None,
+        pictures: PictureOptions | None = None,
     ) -> PairDataset:
         """As Pairs, with the column `margin`, without padding tokens at documents' ends, and without pairs that would
         be cut, as a cut text has no last token to score. A PairDataset is returned as it is.
         """
-        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows, pictures=pictures)
         if isinstance(rows, PairDataset):
             return data_set
         # Pairs that are too long are left out, because a text that is cut has no last token to score.

@@ -112,7 +112,13 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
     )
     tower = None if model.vision is None or not spec.patches else _tower(model.vision, spec, dtype, storage)
-    pictures = 0.0 if tower is None or model.vision is None else _picture_bytes(model.vision, spec)
+    pictures, held_out, held_out_bytes = 0.0, None, 0.0
+    if model.vision is not None:
+        pictures = _picture_bytes(model.vision, spec)
+        if spec.held_out_patches:
+            of_held_out = dataclasses.replace(spec, patches=spec.held_out_patches)
+            held_out = _tower(model.vision, of_held_out, dtype, storage)
+            held_out_bytes = _picture_bytes(model.vision, of_held_out)
     fixed = {
         **_frozen_parts(frozen, weight_shards),
         **({PICTURES: pictures} if pictures else {}),
@@ -149,6 +155,8 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
         fixed=fixed,
         moved=Moved(pinned_bytes=on_host, batch_bytes=pictures),
         tower=tower,
+        held_out=held_out,
+        held_out_bytes=held_out_bytes,
         reference_runs=needs.reference_runs,
         teacher=None
         if model.teacher is None
@@ -207,12 +215,16 @@ def _tower(tower: Tower, spec: StepSpec, dtype: jnp.dtype, storage: str) -> Towe
     flops = sum(2.0 * math.prod(linear.sizes) for linear in merger) / tower.config.merge_size**2
     # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
     of_merger = 4 * hidden if trains else 0.0
-    kept_bytes = len(tower.layers) * hidden * trains + of_merger
+    kept_bytes = len(tower.layers) * hidden + of_merger if trains else 0.0
+    if not trains and spec.needs.reference_runs:  # its features serve the reference, too
+        kept_bytes = len(tower.mergers) * tower.config.out_size * dtype.itemsize / tower.config.merge_size**2
     return TowerParts(step_costs, trains, flops, kept_bytes, of_merger)
 
 
 def _picture_bytes(tower: Tower, spec: StepSpec) -> float:
     """Of the arrays of two steps' pictures on one device: those of the next one come while a step runs."""
+    if not spec.patches:
+        return 0.0
     of_patch, rows = 4.0 * (tower.config.patch_numbers + 5), spec.rows / spec.mesh_shape.size
     return 2 * rows * (spec.patches * of_patch + 4.0 * spec.length)
 

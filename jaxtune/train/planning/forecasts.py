@@ -107,9 +107,11 @@ def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> Towe
     keeping, layer = (layer_forecast(step_costs, plan, patches, device) for plan in (KEEP, RECOMPUTE))
     embeddings = costs.shape.tokens(micro_batches) * costs.shape.hidden_size * costs.shape.dtype.itemsize
     merger = tower.merger_flops * patches / device.gemm
-    seconds = step_costs.shape.num_layers * (layer.forward + (layer.backward if tower.trains else 0.0))
+    forward = step_costs.shape.num_layers * layer.forward + merger
+    backward = step_costs.shape.num_layers * layer.backward + 2.0 * merger
+    again = 0 if costs.teacher else costs.reference_runs  # a reference has the features of a frozen tower
     return TowerForecast(
-        seconds=seconds + merger * (3.0 if tower.trains else 1.0),
+        seconds=forward + (backward + again * forward if tower.trains else 0.0),
         forward=keeping.work_forward + embeddings,
         backward=layer.work - tower.of_merger * patches if tower.trains else 0.0,
     )
@@ -174,7 +176,8 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         )
     tower = tower_forecast(costs, micro, device)
     if costs.tower:
-        moments.append(("the forward of the tower", 0.0, tower.forward, 0.0, 0.0))
+        again = costs.tower.trains and costs.reference_runs and not costs.teacher  # beside all residuals
+        moments.append(("the forward of the tower", kept_bytes if again else 0.0, tower.forward, 0.0, 0.0))
         if costs.tower.trains:
             moments.append(("the backward of the tower", 0.0, tower.backward, 0.0, 0.0))
     below, arriving, layers = 0.0, 0.0, 0

@@ -23,8 +23,8 @@ from jaxtune.train.planning.step_spec import StepSpec
 
 
 def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: Device) -> float:
-    """Device bytes of a forward pass beside the weights: two arrays of hidden states, and the larger of a layer (an
-    upper bound, with all its values at once) and the head.
+    """Device bytes of a forward pass beside the weights: two arrays of hidden states, and the largest of a layer (an
+    upper bound, with all its values at once), the head and the tower.
 
       tokens: computed at a time on one device.
       chunk_tokens: tokens whose logits exist at a time; 0: no head.
@@ -38,7 +38,10 @@ def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: De
     hidden = tokens * shape.hidden_size * shape.dtype.itemsize
     head_parts, logit_parts = costs.head.parts_bytes(shape, device)
     logits = chunk_tokens * shape.vocab_size * (4.0 + shape.dtype.itemsize + logit_parts)
-    return 2 * hidden + max(max(layers), logits + (head_parts if chunk_tokens else 0.0))
+    of_pictures = 0.0
+    if costs.tower is not None:
+        of_pictures = forward_bytes(costs.tower.parts, tokens * costs.tower.patches / shape.length, 0, device)
+    return 2 * hidden + max(*layers, logits + (head_parts if chunk_tokens else 0.0), of_pictures)
 
 
 class ForwardPlanner:

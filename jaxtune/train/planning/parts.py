@@ -184,9 +184,9 @@ class Tower:
     """The tower of a model that reads pictures, on one device."""
 
     parts: StepParts  # its layers over the rows' patches, in place of tokens
-    trains: bool  # False: it has no backward, and keeps nothing
+    trains: bool  # False: it has no backward
     merger_flops: float  # of a patch, in the forward
-    kept: float  # bytes of a patch that the backward reads; 0 for a frozen tower
+    kept: float  # bytes of a patch that the backward reads, or of a frozen tower the reference
     of_merger: float  # the part of `kept` that only the merger's reads, which comes first
 
     @property
@@ -209,6 +209,8 @@ class StepParts:
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepParts | None = None  # of the forward passes of the teacher, if the frozen model is one
     tower: Tower | None = None  # None: rows have no pictures
+    held_out: Tower | None = None  # over the patches of held-out rows
+    held_out_bytes: float = 0.0  # of the arrays of two steps' pictures of held-out rows
 
     def level(self, word: str) -> int:
         """How much of a movable is moved in these parts."""

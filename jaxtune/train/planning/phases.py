@@ -102,8 +102,9 @@ def questions_at_a_time(
 
 
 def prefill_bytes(costs: StepParts, device: Device) -> float:
-    """Device bytes of a sampler's prefill, 2,048 tokens at a time, beside weights and caches."""
-    return forward_bytes(costs, PREFILL_TOKENS, 0, device)
+    """Device bytes of a sampler's prefill beside weights and caches, of 2,048 tokens or a prompt with pictures."""
+    tokens = PREFILL_TOKENS if costs.tower is None else max(PREFILL_TOKENS, costs.shape.length)
+    return forward_bytes(costs, tokens, 0, device)
 
 
 def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:
@@ -167,7 +168,9 @@ def phases_of(
         phases.append(Phase("reference", weights + copies + trained + states + forward, 0.0, less_rows))
     phases.append(Phase("step", step, pinned, less_rows))
     if data.eval is not None or data.eval_rows:
-        phases.append(Phase("evaluate", between + forward, 0.0, less_rows))
+        of_held_out = dataclasses.replace(costs, tower=costs.held_out)
+        evaluation = forward_bytes(of_held_out, costs.shape.tokens(plan.micro_batches), plan.chunk_tokens, device)
+        phases.append(Phase("evaluate", between + costs.held_out_bytes + evaluation, 0.0, less_rows))
     for name, slot_plan in slots.items():
         sampling = between + slot_plan.bytes + slot_plan.converted_bytes + prefill_bytes(costs, device)
         phases.append(Phase(name, sampling, 0.0, _SHORTER[name]))

@@ -66,6 +66,8 @@ class StepSpec:
     """Whether it trains with rounded weights (QAT)."""
     optimizer: optax.GradientTransformation | None = None
     """A user's, in place of `optim`'s; only its states count."""
+    held_out_patches: int = 0
+    """As `patches`, of held-out rows."""
     keeps_model: bool = False
     """Whether the given model stays in memory beside the copies that train."""
 
@@ -81,7 +83,8 @@ class StepSpec:
     @property
     def forward(self) -> StepSpec:
         """Of a pass without a backward."""
-        return dataclasses.replace(self, optimizer=optax.identity(), keeps_model=False)
+        patches = max(self.patches, self.held_out_patches)
+        return dataclasses.replace(self, optimizer=optax.identity(), keeps_model=False, patches=patches)
 
     def on(self, mesh: MeshConfig, devices: int) -> StepSpec:
         """On a mesh of `devices`. Raises ConfigError unless they can share the rows of a micro-batch."""
@@ -98,6 +101,7 @@ class StepSpec:
         optimizer: optax.GradientTransformation | None = None,
         keeps_model: bool = False,
         tower: TowerConfig | None = None,
+        held_out_patches: int = 0,
     ) -> StepSpec:
         """objective, batches, optimizer: None: the config's. tower: of a model that reads pictures."""
         objective = objective or objective_of(config.objective)
@@ -118,4 +122,5 @@ class StepSpec:
             rounds=config.qat is not None,
             optimizer=optimizer,
             keeps_model=keeps_model,
+            held_out_patches=held_out_patches,
         )

@@ -132,6 +132,8 @@ def masked_lines(line: Mapping[str, float]) -> list[str]:
 
 def _line(value: Turns) -> str:
     """A prompt or answer (of messages the last) on one line, cut at 160 characters."""
-    text = value if isinstance(value, str) else value[-1].get("content", "")
-    text = " ".join(str(text).split())
+    content = value if isinstance(value, str) else value[-1].get("content", "")
+    if isinstance(content, list):  # with pictures
+        content = " ".join(str(part.get("text", f"<{part['type']}>")) for part in content)
+    text = " ".join(str(content).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

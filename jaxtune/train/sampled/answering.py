@@ -6,14 +6,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import jax
+import numpy as np
+
 from jaxtune.conversations.answers import Completions
+from jaxtune.conversations.picture_processors import PictureProcessor, PlacedPicture
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
-from jaxtune.models.generation.requests import Piece
+from jaxtune.models.generation.requests import Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
+from jaxtune.models.vision.pictures import Pictures
 from jaxtune.system import waiting
 from jaxtune.train.config import ConfigError
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.tokens.pictures import RowPictures, prompt_documents, with_room
 from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.reward_functions import ENVIRONMENTS, Message, Turns
 from jaxtune.train.sampled.tool_formats import ToolFormat
@@ -33,6 +40,26 @@ class Prompt:
     """Up to where the answer begins."""
     columns: Mapping[str, object]
     """The row's other columns, for scoring functions and environments' `reset`."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    picture_column: str = "images"
+    """As which reward functions get them."""
+
+    def shown(self) -> Mapping[str, object]:
+        """{column: pictures} for reward functions, RGB images of Pillow. Raises PictureError."""
+        images = [placed.picture.decoded() for placed in self.pictures]
+        return {self.picture_column: images if self.picture_column.lower() == "images" else images[0]} if images else {}
+
+    def seen(self, processor: PictureProcessor) -> PromptPictures | None:
+        """What a sampler gets; None without pictures. Raises ValueError for one that is not what it was."""
+        if not self.pictures:
+            return None
+        documents, row = prompt_documents([self.pictures], processor), RowPictures()
+        (patches,), _ = documents.sizes(np.array([len(self.ids)]))
+        batch = with_room(Batch.empty(1, len(self.ids)), processor, int(patches))
+        documents.write(batch, 0, 0, 0, len(self.ids), row)
+        row.wait()
+        pictures = Pictures(**jax.tree.map(np.asarray, batch.pictures))
+        return PromptPictures(pictures, batch.positions[0].reshape(len(self.ids), -1))
 
 
 @dataclasses.dataclass
@@ -69,6 +96,8 @@ class Sampling:
     """Limits answers at a time and converted layers; None: free memory does. Set once the run is planned."""
     completions: Completions | None = None
     """Makes what reward functions get; None: text."""
+    processor: PictureProcessor | None = None
+    """Of prompts' pictures; None: they have none."""
 
     @property
     def slots(self) -> int:
@@ -105,13 +134,22 @@ class Sampling:
 
         return made(model) if len(devices) == 1 else DividedSampler(model, devices, len(prompts), made)
 
-    def submit(self, sampler: Sampler | DividedSampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
+    def submit(
+        self,
+        sampler: Sampler | DividedSampler,
+        ids: Sequence[int],
+        new: int,
+        seed: int,
+        index: int = 0,
+        pictures: PromptPictures | None = None,
+    ) -> int:
         """Submits a prompt; the number of the request. Log-probabilities are at the sampling temperature, before top_k,
         top_p, min_p and the penalty.
 
           new: the most tokens.
           index: tells requests with one seed apart, such as an answer's turns.
           ids: the prompt's.
+          pictures: of the prompt; None: it has none.
         """
         settings = self.settings
         return sampler.submit(
@@ -126,6 +164,7 @@ class Sampling:
             repetition_penalty=settings.repetition_penalty,
             eos_token_ids=self.ends,
             scaled_logprobs=True,
+            pictures=pictures,
         )
 
     def completion(self, prompt: Turns, prompt_ids: Sequence[int], ids: Sequence[int]) -> Turns:
@@ -194,11 +233,13 @@ class OneTurn:
     ) -> tuple[list[SampledTurns], dict[str, float]]:
         sampler = self.sampling.sampler(model, [prompt.ids for prompt in prompts])
         answers = [SampledTurns(prompt.ids, prompt.turns) for prompt in prompts]
-        most = self.sampling.settings.max_completion_length
-        requests = {
-            self.sampling.submit(sampler, answer.prompt_ids, most, seed): answer
-            for answer, seed in zip(answers, seeds, strict=True)
-        }
+        most, processor = self.sampling.settings.max_completion_length, self.sampling.processor
+        requests: dict[int, SampledTurns] = {}
+        seen: tuple[Prompt, PromptPictures | None] | None = None
+        for prompt, answer, seed in zip(prompts, answers, seeds, strict=True):
+            if seen is None or seen[0] is not prompt:  # the answers to a prompt share its pictures
+                seen = prompt, None if processor is None else prompt.seen(processor)
+            requests[self.sampling.submit(sampler, prompt.ids, most, seed, pictures=seen[1])] = answer
         while sampler.pending:
             waiting.look()
             for piece in sampler.step():

@@ -336,9 +336,9 @@ class _Reading:
         self._encoder = RowEncoder(tokenizer, **{name: getattr(data, name) for name in names})
         self._length, self._most_tokens, self._answered = length, most_tokens, needs_answer
 
-    def __call__(self, row: Mapping[str, object]) -> TokenisedRow:
+    def __call__(self, row: Mapping[str, object], file: str) -> TokenisedRow:
         room_words = "objective.max_completion_length data.length leaves"
-        prompt = prompt_of(row, self._encoder, self._most_tokens, room_words).ids
+        prompt = prompt_of(row, self._encoder, self._most_tokens, room_words, file=file).ids
         if not self._answered:
             return TokenisedRow(prompt)
         refuse_excluded(row)

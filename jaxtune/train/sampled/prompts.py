@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtune.conversations.answers import AnswerReader, Completions
-from jaxtune.conversations.messages import ConversationError, read_messages, turns_in
+from jaxtune.conversations.messages import ConversationError, in_parts, pictures_of, read_messages, turns_in
 from jaxtune.models.placement import partition
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, DataConfig, MeshConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.packing.answers import packed_shape
-from jaxtune.train.data.rendering.formats import HISTORY, Example, detect_format, normalize, refuse_media
+from jaxtune.train.data.rendering.formats import (
+    HISTORY,
+    Example,
+    detect_format,
+    illustrated,
+    normalize,
+    picture_columns,
+    refuse_media,
+)
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.templates import RowEncoder, resolve_template
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, SetupError, check_unicode
@@ -47,6 +56,7 @@ def read_prompts(
     room_words: str = "objective.max_completion_length data.length leaves",
     tools: Tools | None = None,
     cuts_long: bool = False,
+    pictures: PictureOptions | None = None,
 ) -> list[Prompt]:
     """Reads and tokenises prompts: a row's `prompt`, text or messages, as in TRL, or of rows for fine-tuning what comes
     before the last answer, which becomes the column `answer` unless there is one.
@@ -57,13 +67,18 @@ def read_prompts(
       data: its template, columns, max_rows (most prompts) and on_bad_row count.
       key: the rows' config key, for errors.
       room_words: words for "beside {beside} room for N": what takes a row's other tokens.
-      cuts_long: a longer prompt loses its first tokens.
+      cuts_long: a longer prompt loses its first tokens, unless prompts have pictures.
+      pictures: how those of rows are read; None refuses rows with pictures.
       most_tokens: of a prompt. tools: None: the run has none.
     """
-    encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
-    if not cuts_long or most_tokens < 1:
-        return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, room_words, tools))
-    uncut_prompts = read_each(rows, data, key, lambda row: prompt_of(row, encoder, sys.maxsize, room_words, tools))
+    encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today, pictures=pictures)
+
+    def read(most: int) -> list[Prompt]:
+        return read_each(rows, data, key, lambda row, file: prompt_of(row, encoder, most, room_words, tools, file))
+
+    if not cuts_long or most_tokens < 1 or pictures is not None:
+        return read(most_tokens)
+    uncut_prompts = read(sys.maxsize)
     if longer := sum(len(prompt.ids) > most_tokens for prompt in uncut_prompts):
         say(
             f"{longer:,} of {len(uncut_prompts):,} prompts have more than {most_tokens:,} tokens: they lose "
@@ -72,8 +87,9 @@ def read_prompts(
     return [dataclasses.replace(prompt, ids=prompt.ids[-most_tokens:]) for prompt in uncut_prompts]
 
 
-def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
-    """Converts each data row by `make`, in order; RowError leaves a row out or stops (on_bad_row).
+def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object], str], T]) -> list[T]:
+    """Converts each data row, and the name of its file, by `make`, in order; RowError leaves a row out or stops
+    (on_bad_row).
 
     Raises ConfigError if none or, unless "skip", one is unusable; ValueError if there is no such file. Of `data`,
     columns, max_rows (most results) and on_bad_row count.
@@ -89,7 +105,7 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
             try:
                 if row.value is None:
                     raise RowError(str(row.error))
-                results.append(make(row.value))
+                results.append(make(row.value, source.name))
             except Excluded as error:
                 excluded.append(f"{row.place}: {error}")
             except RowError as error:
@@ -113,6 +129,7 @@ def sampled_answers(
     ends: Sequence[int],
     positions: int,
     user_functions: UserFunctions,
+    pictures: PictureOptions | None = None,
 ) -> SampledAnswers:
     """The batch source of a run that learns from rewards. They are `user_functions.rewards`, then those of
     environments' `get_reward`; without both, the rollout function's column `reward`.
@@ -122,7 +139,10 @@ def sampled_answers(
 
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.
+      pictures: how those of prompts are read; None refuses prompts with pictures.
     """
+    if pictures is not None:
+        user_functions.require_prompts_as_they_are()
     data, settings = steps.data, objective.settings
     rewards, reference = user_functions.all_rewards(), user_functions.reference
     weights = np.asarray(rewards.weights, np.float64)
@@ -133,7 +153,9 @@ def sampled_answers(
     room = most - settings.max_completion_length
     cuts_prompts = user_functions.longest_prompt is not None
     room = min(room, user_functions.longest_prompt) if user_functions.longest_prompt is not None else room
-    prompts = read_prompts(rows, tokenizer, data, room, tools=user_functions.tools, cuts_long=cuts_prompts)
+    prompts = read_prompts(
+        rows, tokenizer, data, room, tools=user_functions.tools, cuts_long=cuts_prompts, pictures=pictures
+    )
     length, multiple = data.length, steps.rows_multiple
     if chooses:
         longest = max(len(prompt.ids) for prompt in prompts) + settings.max_completion_length
@@ -145,7 +167,7 @@ def sampled_answers(
         rewards,
         settings,
         functools.partial(objective.advantages, weights=weights),
-        _answering(user_functions, settings, tokenizer, data, ends, min(length, positions)),
+        _answering(user_functions, settings, tokenizer, data, ends, min(length, positions), pictures),
         answers_per_step=steps.answers,
         length=length,
         chosen_length=chooses,
@@ -155,6 +177,8 @@ def sampled_answers(
         reference=reference,
         penalises=objective.penalises,
         own_reference=user_functions.reference is not None,
+        processor=None if pictures is None else pictures.processor,
+        patches_per_row=data.patches_per_row,
     )
 
 
@@ -222,6 +246,15 @@ class UserFunctions:
             rollout = load_from_file(section.rollout_func, "objective.rollout_func")
         return cls(rewards, section.reward_weights, options, tools, rollout, section.max_tool_calling_iterations)
 
+    def require_prompts_as_they_are(self) -> None:
+        """Raises ConfigError for functions between whose turns prompts change."""
+        for key, function in (("rollout_func", self.rollout), ("tools or environment_factory", self.tools)):
+            if function is not None:
+                raise ConfigError(
+                    f"objective.{key}: not supported yet in a run with pictures; leave it out, or train on text alone "
+                    "(model.pictures=false, and rows without pictures)"
+                )
+
     def all_rewards(self) -> RewardFunctions:
         """All reward functions of the run. Raises ConfigError if there are none, or another number of weights."""
         rewards, own_count = self.rewards, 0 if self.rewards is None else len(self.rewards.functions)
@@ -239,13 +272,17 @@ def _answering(
     data: DataConfig,
     ends: Sequence[int],
     length: int,
+    pictures: PictureOptions | None = None,
 ) -> Answering:
     """A RolloutFunction, ToolTurns, or OneTurn, by the user's functions. Raises ConfigError if the template cannot
     write calls. length: most tokens of prompt and answer.
     """
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     completions = completions_of(tokenizer, data.trained_template)
-    sampling = Sampling(settings, tuple(sorted(set(ends))), completions.decode, completions=completions)
+    processor = None if pictures is None else pictures.processor
+    sampling = Sampling(
+        settings, tuple(sorted(set(ends))), completions.decode, completions=completions, processor=processor
+    )
     if user_functions.rollout is not None:
 
         def encoded(prompt: Turns) -> tuple[int, ...]:
@@ -279,17 +316,25 @@ def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
 
 
 def prompt_of(
-    value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, room_words: str, tools: Tools | None = None
+    value: Mapping[str, object],
+    encoder: RowEncoder,
+    most_tokens: int,
+    room_words: str,
+    tools: Tools | None = None,
+    file: str = "",
 ) -> Prompt:
     """A row's prompt, tokenised as in training, with its other columns: text if the column `prompt` is text, as in TRL,
     else messages. An answer (a last assistant message, or the completion) becomes the column `answer` unless there is
     one.
 
     Raises RowError for a missing, empty, too long or invalid prompt, media columns, or a text with tools, which a
-    template cannot describe there; ConfigError for an unknown environment. room_words: words for "beside {beside} room
-    for N".
+    template cannot describe there; ConfigError for an unknown environment.
+
+      room_words: words for "beside {beside} room for N".
+      file: name of the row's, beside which its pictures may be.
     """
-    refuse_media(value)
+    access = None if encoder.pictures is None else encoder.pictures.access(file)
+    refuse_media(value, access)
     try:
         prompt_cell = turns_in(value.get("prompt"), "prompt")
     except ConversationError as error:
@@ -302,10 +347,11 @@ def prompt_of(
         example = Example(
             prompt=prompt_cell, messages=[{"role": "user", "content": prompt_cell}]
         )  # a template shows the latter
+        example = illustrated(value, example, access)
     elif isinstance(prompt_cell, list) and not _is_answer(value.get("completion")):
-        example = normalize({**value, "messages": prompt_cell}, "messages")
+        example = normalize({**value, "messages": prompt_cell}, "messages", access)
     else:
-        example = normalize(value, detect_format(value) if prompt_cell is None else "prompt_completion")
+        example = normalize(value, detect_format(value) if prompt_cell is None else "prompt_completion", access)
     if example.text is not None:
         raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
     columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
@@ -314,19 +360,23 @@ def prompt_of(
         columns.setdefault(ANSWER, messages.pop()["content"])
     messages = messages[: example.prompt_messages or None]
     example = dataclasses.replace(example, messages=messages, completion=None)
-    prompt: Turns = messages
-    if isinstance(prompt_cell, str) and not value.get(HISTORY):
+    has_pictures = any(map(pictures_of, messages))
+    prompt: Turns = [in_parts(message) for message in messages]
+    if isinstance(prompt_cell, str) and not value.get(HISTORY) and not has_pictures:
         prompt = example.prompt or prompt_cell  # with the column of a system message
     if tools is not None:
         if isinstance(prompt, str):
             raise RowError("its prompt is a text; a prompt with objective.tools is a list of messages")
         example = dataclasses.replace(example, tools=tools.schemas(columns) or None)
-    ids = tuple(int(token) for token in encoder.encode_prompt(example))
+    tokens, pictures = encoder.encode_asked(example)
+    ids = tuple(tokens.tolist())
     if not ids:
         raise RowError("its prompt is empty")
     if len(ids) > most_tokens:
         raise RowError(f"its prompt has {len(ids):,} tokens, and beside {room_words} room for {most_tokens:,}")
-    return Prompt(prompt, ids, columns)
+    names = picture_columns(columns) if access is not None else []
+    columns = {name: column for name, column in columns.items() if name not in names}
+    return Prompt(prompt, ids, columns, pictures, *names)
 
 
 def _is_answer(completion: object) -> bool:

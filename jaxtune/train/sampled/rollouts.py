@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.system.sealed import crc32
@@ -30,9 +31,11 @@ from jaxtune.train.data.packing.answers import (
     REFERENCE_LOGPS,
     SAMPLED_LOGPS,
     Answer,
+    AnswerPictures,
     AnswerRows,
     fill_warning,
 )
+from jaxtune.train.data.tokens.pictures import prompt_documents
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.answer_report import masked_lines, measured, recorded, screen_lines
@@ -73,6 +76,8 @@ class SampledAnswers(BatchSource):
       reference: those under its frozen reference; then batches have REFERENCE_LOGPS, unless `penalises`.
       penalises: `advantages` gets divergences from the reference, to subtract from rewards; else the loss uses them.
       own_reference: whether the reference is not the model with its adapter off.
+      processor: of the prompts' pictures; None: they have none.
+      patches_per_row: patches for which a row has room; None: as the prompts need.
     """
 
     needs_model = True  # `batch_at` is given the model, which samples
@@ -94,6 +99,8 @@ class SampledAnswers(BatchSource):
         penalises: bool = False,
         own_reference: bool = False,
         chosen_length: bool = False,
+        processor: PictureProcessor | None = None,
+        patches_per_row: int | None = None,
     ):
         group, longest = settings.num_generations, max(len(prompt.ids) for prompt in prompts)
         if answers_per_step % group:
@@ -111,16 +118,22 @@ class SampledAnswers(BatchSource):
         self.answers_per_step, self.seed = answers_per_step, seed
         self._length, self.answering, self._score = length, answering, score
         self._reference, self._penalises, self.own_reference = reference, penalises, own_reference
-        full = length // (longest + settings.max_completion_length)
+        full, pictures = length // (longest + settings.max_completion_length), None
+        if processor is not None and (patches_per_row is not None or any(prompt.pictures for prompt in prompts)):
+            documents = prompt_documents([prompt.pictures for prompt in prompts], processor)
+            sizes = np.array([len(prompt.ids) for prompt in prompts])
+            pictures = AnswerPictures.of(documents, sizes, min(full, answers_per_step), group, patches_per_row)
+            full = pictures.answers
         rows = math.ceil(answers_per_step / full)
         self.rows_per_step = math.ceil(rows / rows_multiple) * rows_multiple
         self.rows = AnswerRows(
             self.rows_per_step,
             length,
-            min(answers_per_step, _PLACES * full),
+            min(answers_per_step, _PLACES * full) if pictures is None else full,
             settings.mask_truncated_completions,
             has_old=score is not None,
             has_reference=reference is not None and not penalises,
+            pictures=pictures,
         )
         self._fill = (
             []
@@ -152,6 +165,14 @@ class SampledAnswers(BatchSource):
         Further short ones go to other rows.
         """
         return self.rows.most_answers
+
+    @property
+    def patches(self) -> int:
+        return 0 if self.rows.pictures is None else self.rows.pictures.patches
+
+    @property
+    def max_pictures(self) -> int:
+        return 0 if self.rows.pictures is None else self.rows.pictures.most
 
     @property
     def steps_per_epoch(self) -> int:
@@ -233,6 +254,8 @@ class SampledAnswers(BatchSource):
         digest = crc32(np.asarray(prompt.ids, np.int32).tobytes() for prompt in self.prompts)
         values: dict[str, Json] = {"prompts": len(self.prompts), "tokens_crc32": digest}
         values["columns_crc32"] = values_crc32(dict(prompt.columns) for prompt in self.prompts)
+        if self.rows.pictures is not None:
+            values["pictures_crc32"] = crc32([self.rows.pictures.prompts.fingerprint()])
         values["rewards"] = [*self.rewards.names]
         if self.answering.tool_names:
             values["tools"] = [*self.answering.tool_names]
@@ -322,9 +345,13 @@ class SampledAnswers(BatchSource):
             for index, sample in zip(prompt_indices, samples, strict=True)
         ]
         sampling = time.monotonic() - start_time
+        shown = {index: self.prompts[index].shown() for index in set(prompt_indices)}
         sampled = Sampled.of(
             [sample.shown for sample in samples],
-            [{**prompt.columns, **sample.columns} for prompt, sample in zip(prompts, samples, strict=True)],
+            [
+                {**prompt.columns, **shown[index], **sample.columns}
+                for index, prompt, sample in zip(prompt_indices, prompts, samples, strict=True)
+            ],
             [sample.ids for sample in samples],
             [sample.completion for sample in samples],
         )

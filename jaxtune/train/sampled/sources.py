@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.policy import GRPO
@@ -24,6 +25,7 @@ def sampled_source(
     ends: Sequence[int],
     positions: int,
     user_functions: UserFunctions,
+    pictures: PictureOptions | None = None,
 ) -> BatchSource:
     """The source of an objective that samples. Raises ValueError if it has none of its own, or prompts or functions
     cannot be used.
@@ -31,9 +33,10 @@ def sampled_source(
       ends: token ids that end an answer.
       positions: most tokens of prompt and answer that the model allows.
       user_functions: for rewards.
+      pictures: how those of prompts are read; None refuses prompts with pictures.
     """
     if isinstance(objective, GRPO):
-        return sampled_answers(objective, rows, tokenizer, steps, ends, positions, user_functions)
+        return sampled_answers(objective, rows, tokenizer, steps, ends, positions, user_functions, pictures)
     if isinstance(objective, Distill):
         return own_samples(objective, rows, tokenizer, steps, ends, positions)
     return objective.source(rows, tokenizer, steps.data, rows_per_step=steps.answers, ends=ends, seed=steps.seed)

@@ -119,7 +119,9 @@ class Reader:
         config, positions = self.config, self.model.context_length
         steps = AnswerSteps(config.data, config.rows_per_step, config.micro_batches, config.mesh, config.seed)
         functions = UserFunctions.named(config.objective)
-        return sampled_source(self.objective, rows, self.tokenizer, steps, self.ends, positions, functions)
+        return sampled_source(
+            self.objective, rows, self.tokenizer, steps, self.ends, positions, functions, self.pictures
+        )
 
     def row_set(self, rows: object, seed: int) -> RowSet:
         """A set from which batches are drawn during the run, in an order by `seed`. Of streamed rows a first window is

@@ -136,7 +136,7 @@ def resolve(
     data = dataclasses.replace(config.data, template=config.data.trained_template)
     rows_config = dataclasses.replace(config, data=data)
     tower, pictures = model.given.vision, None
-    refused = refusal(objective, data, config.mesh, config.evaluation, config.qat)
+    refused = refusal(objective, data, config.mesh, config.qat)
     if refused is None:
         pictures = picture_options(model.given, tokenizer, data)
     reader = Reader(objective, tokenizer, rows_config, model.given.config, tuple(ends), pictures)
@@ -152,6 +152,7 @@ def resolve(
         rewards,
         seed=config.seed,
         deterministic=config.deterministic,
+        pictures=pictures,
     )
     config = dataclasses.replace(config, **in_first_words(config.data, config.adapter))
     if checks_folder:
@@ -162,10 +163,13 @@ def resolve(
     if isinstance(train, TokenDataset) and train.unit.counts_examples:
         division = config.rows_per_step, config.micro_batches, config.mesh, config.seed
         batches, held_out = pack_steps(train, held_out, steps, *division)
+    if held_out is not None and config.data.patches_per_row is None and batches.patches:
+        held_out = held_out.with_patches(max(batches.patches, held_out.rows.largest_patches))
     if isinstance(batches, SampledAnswers) and isinstance(config.data.length, Unset):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=batches.length))
     of_tower = None if tower is None else tower.config
-    step = StepSpec.of(config, objective, batches, parts.optimizer, model.keeps_model, of_tower)
+    held_out_patches = 0 if held_out is None else held_out.rows.patches
+    step = StepSpec.of(config, objective, batches, parts.optimizer, model.keeps_model, of_tower, held_out_patches)
     checks.require_sampling(step.needs.sampler, config.mesh)
     checks.require_observable(model.qat, step.needs)
     checks.require_starts_within(steps, config.profile, profile_steps, config.qat)

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from jaxtune.conversations.messages import read_messages
@@ -19,6 +19,7 @@ from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.conversations.prompts import picture_prompt
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data import prepare
+from jaxtune.train.data.packing.answers import Answer, AnswerPictures, AnswerRows
 from jaxtune.train.data.packing.packing import NothingUsable, plan_rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.packing.steps import StepBatches
@@ -28,7 +29,7 @@ from jaxtune.train.data.rows import row_files
 from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.streamed import StreamedRows
-from jaxtune.train.data.tokens.documents import Documents
+from jaxtune.train.data.tokens.pictures import prompt_documents, rounded
 from jaxtune.train.objectives.kto import with_mismatched_answers
 from tests.train.data.conftest import PLAIN_TEMPLATE, spans
 from tests.train.data.pictures import MARKS, SETTINGS, TEMPLATE, drawn, file_of, picture_options, picture_tokenizer
@@ -525,6 +526,26 @@ def test_a_file_that_changes_is_noticed(write, tmp_path):
         prepared(path, cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("before", [None, b"broken", CAT[:-30]], ids=["missing", "unknown", "cut"])
+@pytest.mark.parametrize("form", ["llama-factory", "parts"])
+def test_rows_that_were_left_out_come_back_with_their_pictures(write, tmp_path, before, form):
+    cat = tmp_path / "cat.png"
+    if before is not None:
+        cat.write_bytes(before)
+    row = FORMS["llama-factory"] if form == "llama-factory" else chat(part("cat.png"), "What?")
+    path = write("rows.jsonl", [row, chat("Hi"), chat({"type": "image_url", "image_url": DATA_URL})])
+
+    def read():
+        return prepared(path, cache_dir=tmp_path / "cache", on_bad_row="skip")
+
+    first, again = read(), read()
+    assert (first.cached, again.cached) == (False, True) and again.summary.bad_rows == 1
+    cat.write_bytes(CAT)
+    mended = read()
+    assert not mended.cached and mended.summary.bad_rows == 0 and len(mended.documents) == 3
+    assert read().cached
+
+
 def test_rows_are_known_by_their_pictures():
     rows = [chat(part(drawn(20, 12, seed)), "What?") for seed in range(6)]
     data = prepared([*rows, rows[0]])
@@ -568,14 +589,104 @@ def test_both_answers_of_a_pair_see_one_picture():
     assert prepared([column], pairs=True, format="preference").documents.pictures.counts.tolist() == [1, 1]
 
 
-def test_kto_refuses_pictures():
-    rows = [
-        {"prompt": f"<image>What {number}?", "completion": "A cat.", "label": True, "image": CAT} for number in (1, 2)
-    ]
-    data = prepared(rows, pairs=True, format="labelled")
-    with pytest.raises(ConfigError, match="mismatched answers have no pictures"):
-        with_mismatched_answers(data.documents)
-    assert isinstance(with_mismatched_answers(dataclasses.replace(data.documents, pictures=None))[0], Documents)
+@settings(max_examples=15, deadline=None, database=None)
+@given(st.lists(st.tuples(CONTENTS, st.booleans(), st.integers(1, 30)), min_size=2, max_size=5), st.integers(150, 500))
+def test_mismatched_answers_follow_the_pictures_of_their_prompts(rows, length):
+    """Prompts of one text and other pictures are other prompts. Both documents of a row share their pictures, and a
+    mismatched answer without room takes the row's own with it only if that has none either.
+    """
+
+    def parts(words, seed):
+        return [word if isinstance(word, str) else part(drawn(*word, seed=seed)) for word in words]
+
+    labelled = []
+    for number, (question, label, answer) in enumerate(rows):
+        turns = [{"role": "user", "content": parts(question, number % 2)}]
+        turns.append({"role": "assistant", "content": "Yes. " * answer})
+        labelled.append({"prompt": turns[:1], "completion": turns[1:], "label": label})
+    data = prepared(labelled, pairs=True, format="labelled", last_response_only=True)
+    documents, labels = with_mismatched_answers(data.documents)
+    assert labels.tolist() == [label for _, label, _ in rows] and len(documents) == 2 * len(rows)
+
+    def told(index, begin, end):
+        """Tokens with the pictures that begin there, of one of the documents before or after."""
+        source = documents if index < 0 else data.documents
+        pictures, tokens = source.pictures, source[abs(index) - (index < 0)].tokens
+        seen = [i for i in pictures.of(abs(index) - (index < 0), end) if pictures.starts[i] >= begin]
+        digests = [pictures.digests[pictures.entries[i]].tobytes() for i in seen]
+        return tokens[begin:end].tolist(), [int(pictures.starts[i]) - begin for i in seen], digests
+
+    own = [2 * row + int(not label) for row, (_, label, _) in enumerate(rows)]
+    begins = [int(np.argmax(data.documents[index].mask)) for index in own]
+    prompts = [told(index, 0, begin) for index, begin in zip(own, begins, strict=True)]
+    for row, (index, begin) in enumerate(zip(own, begins, strict=True)):
+        size = int(data.documents.lengths[index])
+        assert told(-(2 * row) - 1, 0, size) == told(index, 0, size)
+        others = [(row - back) % len(rows) for back in range(1, len(rows) + 1)]
+        other = next((o for o in others if prompts[o] != prompts[row]), others[0])
+        end = int(documents.lengths[2 * row + 1])
+        assert told(-(2 * row) - 2, 0, begin) == prompts[row]
+        assert told(-(2 * row) - 2, begin, end) == told(
+            own[other], begins[other], int(data.documents.lengths[own[other]])
+        )
+    rows_of = PackedPairs(documents, length, second_yields=True)
+    batch = rows_of.empty(len(rows_of))
+    for row in range(len(rows_of)):
+        rows_of.fill(batch, row, row)
+    if batch.pictures:
+        assert np.array_equal((batch.pictures["patch_segments"] > 0).sum(1), rows_of.patch_counts)
+    alone = [documents[2 * row].mask[1:length].any() for row in range(len(rows))]
+    cut = documents.pictures.cut(np.minimum(documents.lengths, length))[::2]
+    assert np.array_equal(rows_of.kept_lengths[:, 0] > 0, alone & ~cut)
+
+
+@settings(max_examples=15, deadline=None, database=None)
+@given(
+    st.lists(st.lists(SIZES, max_size=3), min_size=2, max_size=4),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.sampled_from([None, 1, 300, 5000]),
+    st.data(),
+)
+def test_answers_share_the_pictures_of_their_prompt(prompts, group, most, budget, data):
+    """In rows with room for them, at the positions that follow the pictures."""
+    assume(any(prompts) or budget)
+    placed, ids = [], []
+    for number, sizes in enumerate(prompts):
+        content = [part(drawn(*size, seed=number)) for size in sizes] or ["Hi"]
+        messages = read_messages([{"role": "user", "content": [*content, "What?"]}], pictures=PictureAccess())
+        tokens, pictures = picture_prompt(TOKENIZER, messages, PROCESSOR)
+        ids.append(tuple(tokens.tolist()))
+        placed.append(pictures)
+    documents = prompt_documents(placed, PROCESSOR)
+    lengths = np.array([len(tokens) for tokens in ids])
+    largest = int(documents.sizes(lengths)[0].max())
+    if budget is not None and largest > rounded(budget, 4):
+        with pytest.raises(ConfigError, match=f"patches_per_row = {budget:,}: the pictures of a prompt have"):
+            AnswerPictures.of(documents, lengths, most, group, budget)
+        return
+    shape = AnswerPictures.of(documents, lengths, most, group, budget)
+    longest, answers = int(lengths.max()) + 6, []
+    for prompt in range(len(prompts)):
+        for _ in range(group):
+            new = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)))
+            answers.append(Answer(prompt, ids[prompt], new, (0.0,) * len(new), "stop"))
+    count = -(-len(answers) // shape.answers)
+    rows = AnswerRows(count, longest * shape.answers, shape.answers, pictures=shape)
+    batch = rows.packed(answers, 1.0)
+    assert batch.pictures["patches"].shape[1] == shape.patches
+    assert shape.answers <= most and (budget is None or shape.patches == rounded(budget, 4))
+    assert batch.pictures["patch_segments"].max() <= shape.most
+    for answer, (row, begin, _) in zip(answers, rows.places_of(answers), strict=True):
+        piece = slice(begin, begin + len(answer.prompt_ids) + len(answer.ids))
+        assert batch.tokens[row, piece].tolist() == [*answer.prompt_ids, *answer.ids]
+        seen = list(grids_in(batch, row, piece)) if placed[answer.prompt] else []
+        starts, grids = ([each.start for each in placed[answer.prompt]], [each.grid for each in placed[answer.prompt]])
+        assert [(start, grid) for start, grid, _ in seen] == list(zip(starts, grids, strict=True))
+        for (_, _, patches), each in zip(seen, placed[answer.prompt], strict=True):
+            assert np.array_equal(patches, PROCESSOR.patches(each.picture.decoded()))
+        positions = PROCESSOR.positions(len(answer.prompt_ids) + len(answer.ids), starts, grids)
+        assert np.array_equal(batch.positions[row, piece], positions)
 
 
 def test_steps_have_room_for_patches():

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, Json
+from jaxtune.train.data.tokens.pictures import DocumentPictures, RowPictures, rounded, with_room
 
 _FULL, _WELL = 0.8, 0.9  # shares of a row: below which its length is warned of, and that is sought
 
@@ -111,6 +112,51 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
+class AnswerPictures:
+    """The pictures of prompts, and a row's room for them."""
+
+    prompts: DocumentPictures
+    """Documents are prompts."""
+    patches: int
+    """Of a row."""
+    most: int
+    """Pictures of a row."""
+    answers: int
+    """Of a row."""
+
+    @classmethod
+    def of(
+        cls, prompts: DocumentPictures, lengths: np.ndarray, answers: int, group: int, budget: int | None
+    ) -> AnswerPictures:
+        """With room for `answers` consecutive answers of a row, or as many as have room. Raises ConfigError if a
+        prompt has too many patches.
+
+          lengths: int64[prompts], tokens of each.
+          group: consecutive answers to one prompt.
+          budget: patches of a row; None: as the prompts need.
+        """
+        (patches, pictures), block = prompts.sizes(lengths), prompts.made_by.block
+        largest, most = int(patches.max(initial=0)), int(pictures.max(initial=0))
+        if budget is not None and largest > rounded(budget, block):
+            raise ConfigError(
+                f"data.patches_per_row = {budget:,}: the pictures of a prompt have {largest:,} patches; set at least "
+                "as many, or lower data.max_pixels"
+            )
+        while budget is not None and answers > 1 and _prompts_of(answers, group) * largest > rounded(budget, block):
+            answers -= 1
+        prompts_of_row = _prompts_of(answers, group)
+        room = rounded(prompts_of_row * largest if budget is None else budget, block)
+        return cls(prompts, room, prompts_of_row * most, answers)
+
+
+def _prompts_of(answers: int, group: int) -> int:
+    """The most prompts of a row of consecutive answers, `group` to each."""
+    if answers % group == 0 or group % answers == 0:
+        return max(answers // group, 1)
+    return (answers - 2) // group + 2
+
+
+@dataclasses.dataclass(frozen=True)
 class AnswerRows:
     """Packs answers, each after its prompt, into batches."""
 
@@ -124,6 +170,8 @@ class AnswerRows:
     """Whether batches have OLD_LOGPS, filled later."""
     has_reference: bool = False
     """Whether batches have REFERENCE_LOGPS, filled later."""
+    pictures: AnswerPictures | None = None
+    """None: prompts have none."""
 
     def empty(self, rows: int) -> Batch:
         """A batch of padding, with zeros in `extra`."""
@@ -141,7 +189,10 @@ class AnswerRows:
             extra[OLD_LOGPS] = np.zeros(slots, np.float32)
         if self.has_reference:
             extra[REFERENCE_LOGPS] = np.zeros(slots, np.float32)
-        return dataclasses.replace(batch, extra=extra)
+        batch = dataclasses.replace(batch, extra=extra)
+        return (
+            batch if self.pictures is None else with_room(batch, self.pictures.prompts.made_by, self.pictures.patches)
+        )
 
     def counted(self, answer: Answer) -> int:
         """Tokens that count in the loss; 0 for an answer that `masks_truncated` leaves out."""
@@ -154,22 +205,27 @@ class AnswerRows:
           tokens: by which the loss may be divided, counted tokens of the generation / steps_per_generation; SHARE
           spreads it over the rows.
         """
-        batch = self.empty(self.rows)
+        batch, pictures = self.empty(self.rows), [RowPictures() for _ in range(self.rows)]
         for answer, placement in zip(answers, self.places_of(answers), strict=True):
-            self._write(batch, *placement, answer)
+            self._write(batch, *placement, answer, pictures[placement[0]])
+        for row in pictures:
+            row.wait()
         batch.extra[SHARE][:] = tokens / self.rows
         batch.extra[STEP_TOKENS][:] = sum(map(self.counted, answers)) / self.rows
         return batch
 
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
-        """(Row, index of the prompt's first token, number in the row) of each answer, by first fit, longest first.
-        Raises ConfigError if one fits no row, as a rollout function or environment made prompts longer than planned.
+        """(Row, index of the prompt's first token, number in the row) of each answer, by first fit, longest first, or
+        with pictures in order, so that a row has those of few prompts. Raises ConfigError if one fits no row, as a
+        rollout function or environment made prompts longer than planned.
         """
         used_tokens, answer_counts = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
         sizes = [len(answer.prompt_ids) + len(answer.ids) for answer in answers]
-        placements = [(0, 0, 0)] * len(answers)
-        for index in sorted(range(len(answers)), key=lambda i: (-sizes[i], i)):
+        placements, order = [(0, 0, 0)] * len(answers), sorted(range(len(answers)), key=lambda i: (-sizes[i], i))
+        for index in order if self.pictures is None else range(len(answers)):
             has_room = (used_tokens + sizes[index] <= self.length) & (answer_counts < self.most_answers)
+            if self.pictures is not None:
+                has_room &= np.arange(self.rows) == index // self.most_answers
             if not has_room.any():
                 raise ConfigError(
                     f"data.length = {self.length:,}: the {len(answers):,} answers of a step with their prompts, "
@@ -184,7 +240,9 @@ class AnswerRows:
             answer_counts[row] += 1
         return placements
 
-    def _write(self, batch: Batch, row: int, prompt_start: int, number: int, answer: Answer) -> None:
+    def _write(
+        self, batch: Batch, row: int, prompt_start: int, number: int, answer: Answer, pictures: RowPictures
+    ) -> None:
         """Writes a prompt and answer in place, where `places_of` puts them. A position's weight is 1 if its target
         counts.
         """
@@ -193,7 +251,10 @@ class AnswerRows:
         batch.tokens[row, document_slice] = ids
         batch.targets[row, prompt_start : prompt_start + len(ids) - 1] = ids[1:]
         batch.segment_ids[row, document_slice] = number + 1
-        batch.positions[row, document_slice] = np.arange(len(ids))
+        if self.pictures is None:
+            batch.positions[row, document_slice] = np.arange(len(ids))
+        else:
+            self.pictures.prompts.write(batch, row, prompt_start, answer.prompt, len(ids), pictures)
         answer_slice = slice(begin, begin + len(answer.ids))
         batch.weights[row, answer_slice] = answer.mask if self.counted(answer) else 0.0
         batch.extra[SAMPLED_LOGPS][row, answer_slice] = answer.logps

@@ -432,6 +432,11 @@ class PlannedRows:
         return 0 if self.picture_plan is None else self.picture_plan.room
 
     @property
+    def largest_patches(self) -> int:
+        """Most patches of a document or pair, which a row has room for; 0 without pictures."""
+        return 0 if self.picture_plan is None else int(self.picture_plan.patches.max(initial=0))
+
+    @property
     def patch_counts(self) -> np.ndarray:
         """int64[rows]: patches of each row, without padding."""
         return self._picture_sizes()[0]

@@ -93,6 +93,10 @@ class PackedPairs(PlannedRows):
             kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
         self.picture_plan: PicturePlan | None = None
         if PicturePlan.needed(documents, patches_per_row):
+            if second_yields:  # a second document that would be cut within a picture is left out alone
+                assert documents.pictures is not None
+                cut = documents.pictures.cut(kept_lengths.reshape(-1)).reshape(-1, 2)
+                kept_lengths = np.where(cut & [False, True], 0, kept_lengths)
             shared, refuses = self.length if packing else 0, overflow == "error"
             plan = PicturePlan(documents, kept_lengths.reshape(-1), shared, patches_per_row, group=2, refuses=refuses)
             self.picture_plan, kept_lengths = plan, np.where(plan.out.reshape(-1, 2), 0, kept_lengths)

@@ -218,7 +218,20 @@ def picture_columns(value: Columns) -> list[str]:
     return [name for name in names if not _is_blank(value[name])]
 
 
-def _illustrated(value: Columns, example: Example, access: PictureAccess | None) -> Example:
+def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
+
+    @functools.wraps(work)
+    def wrapped(*arguments: Any) -> T:
+        try:
+            return work(*arguments)
+        except ConversationError as error:
+            raise RowError(str(error)) from None
+
+    return wrapped
+
+
+@_as_row_errors
+def illustrated(value: Columns, example: Example, access: PictureAccess | None) -> Example:
     """The example with the pictures of the row's columns, as a conversation if it has any. Raises RowError."""
     names = picture_columns(value)
     text = example.text
@@ -250,18 +263,6 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(element)
 
 
-def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
-
-    @functools.wraps(work)
-    def wrapped(*arguments: Any) -> T:
-        try:
-            return work(*arguments)
-        except ConversationError as error:
-            raise RowError(str(error)) from None
-
-    return wrapped
-
-
 @_as_row_errors
 def refuse_excluded(value: Columns) -> None:
     """Raises Excluded for a row that its columns leave out, such as `weight: 0`."""
@@ -280,7 +281,7 @@ def normalize_pair(value: Columns, access: PictureAccess | None = None) -> Pair:
         value = {**value, "prompt": turns[:-1], "chosen": turns[-1:], "rejected": value["rejected_response"]}
     chosen, rejected = (_cell(value, names) for names in (CHOSEN, REJECTED))
     answers = _answered(value, {"chosen": chosen, "rejected": rejected}, access)
-    return Pair(*(_illustrated(value, example, access) for example in answers))
+    return Pair(*(illustrated(value, example, access) for example in answers))
 
 
 @_as_row_errors
@@ -294,7 +295,7 @@ def normalize_labelled(value: Columns, access: PictureAccess | None = None) -> P
         turns = _read(value, value["messages"], "messages", access)
         value = {**value, "prompt": turns[:-1], "completion": turns[-1:]}
     [example] = _answered(value, {"completion": _cell(value, ("completion",))}, access)
-    example = _illustrated(value, example, access)
+    example = illustrated(value, example, access)
     if label not in (True, False):  # 1 and 0 are equal to them
         raise RowError(f"label = {label!r}: must be true for a desirable completion, or false")
     return Pair(example, None) if label else Pair(None, example)
@@ -304,7 +305,7 @@ def normalize_labelled(value: Columns, access: PictureAccess | None = None) -> P
 def normalize(value: Columns, format: str, access: PictureAccess | None = None) -> Example:
     """The Example of a row of a format of COLUMNS. Raises RowError. access: of pictures; None refuses them."""
     refuse_media(value, access)
-    return _illustrated(value, _example(value, format, access), access)
+    return illustrated(value, _example(value, format, access), access)
 
 
 def _example(value: Columns, format: str, access: PictureAccess | None) -> Example:

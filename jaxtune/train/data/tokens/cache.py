@@ -40,7 +40,7 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.data.rows.reading import Source
 from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
-from jaxtune.train.data.tokens.pictures import DocumentPictures, PictureStore, stored_pictures
+from jaxtune.train.data.tokens.pictures import DocumentPictures, PictureStore, Stamp, stamp_of, stored_pictures
 
 # The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
@@ -166,6 +166,8 @@ class _Meta:
     sources: list[str]
     """Names that `origins` has indices of."""
     summary: Summary
+    asked: dict[str, Stamp | None]
+    """Of paths at which pictures of rows left out were looked for; None: no file was there."""
 
 
 class CachedDocuments(NamedTuple):
@@ -192,6 +194,7 @@ class _Store:
         self.pictures = PictureStore(folder)
         self.files: dict[str, int] = {}
         self.summary = Summary()
+        self.asked: dict[str, Stamp | None] = {}
 
     def add(self, chunk: Chunk) -> None:
         """Appends a chunk's arrays and counts. Raises OSError, as on a full disk."""
@@ -207,6 +210,7 @@ class _Store:
             else:
                 self.parts[name].append(array)
         self.pictures.add(len(chunk.lengths), chunk.pictures)
+        self.asked |= {path: stamp_of(path) for path in chunk.asked}
         self.summary.add(chunk)
 
     def finish(self) -> None:
@@ -215,7 +219,8 @@ class _Store:
             with writing(stream.name, stream.tell()):
                 stream.close()  # writes the last bytes; a full disk raises here
         self.pictures.finish()
-        write_manifest(self.folder, _META, dataclasses.asdict(_Meta(list(self.files), self.summary)), durable=False)
+        meta = _Meta(list(self.files), self.summary, self.asked)
+        write_manifest(self.folder, _META, dataclasses.asdict(meta), durable=False)
 
     def close(self) -> None:
         for stream in (*self.streams.values(), self.pictures):
@@ -351,6 +356,9 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
     fields = {name: np.memmap(folder / f"{name}.bin", dtype, mode="r") for name, dtype in FIELDS.items()}
     documents = _documents(fields, meta.sources, stored_pictures(folder, len(fields["lengths"])))
     _require_sound(documents, meta.summary)
+    for path, stamp in meta.asked.items():
+        if stamp_of(path) != stamp:
+            raise ValueError(f"{path}, a picture of a row left out, has changed")
     return documents, meta.summary
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from jaxtune.conversations.picture_processors import PlacedPicture
+from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.rendering.formats import (
     LABELLED,
@@ -18,7 +19,6 @@ from jaxtune.train.data.rendering.formats import (
     refuse_excluded,
     unread,
 )
-from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.templates import Encoded, RowEncoder
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
 from jaxtune.train.data.rows.row_files import Row
@@ -63,6 +63,8 @@ class Chunk:
     """Columns with values that the format does not use, and message keys that only a template may read."""
     pictures: list[tuple[PlacedPicture, ...]] = dataclasses.field(default_factory=list)
     """Of each document; empty without any."""
+    asked: list[str] = dataclasses.field(default_factory=list)
+    """Paths at which pictures of unusable rows were looked for."""
 
 
 # The document of the answer that a labelled row does not have.
@@ -75,7 +77,9 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     A row that is bad, untrained or excluded gives no document and is listed. One of a preference format gives two:
     chosen and rejected, or for a labelled row its answer and an empty one.
     """
-    outcome = [attempt(_examples, row, encoder.pictures) for row in rows]
+    options = encoder.pictures
+    accesses = [None if options is None else dataclasses.replace(options.access(row.file), asked=[]) for row in rows]
+    outcome = [attempt(_examples, row, access) for row, access in zip(rows, accesses, strict=True)]
     examples = [
         answer_example
         for row_outcome in outcome
@@ -85,8 +89,9 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     ]
     encoded = iter(encoder.encode(examples))
     documents: list[Encoded] = []
+    asked: list[str] = []
     origins, problems, untrained, excluded, special, left_out, masked = [], [], [], [], [], [], 0
-    for row, row_outcome in zip(rows, outcome, strict=True):
+    for row, access, row_outcome in zip(rows, accesses, outcome, strict=True):
         outcomes = (
             [row_outcome]
             if isinstance(row_outcome, RowError)
@@ -99,6 +104,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
             if isinstance(error, Excluded):
                 excluded.append(f"{location}: {reason}")
                 continue
+            asked += (access and access.asked) or []
             problems.append((location, reason[:REASON_CHARACTERS] + " ..." * (len(reason) > REASON_CHARACTERS)))
             continue
         if row.format == PREFERENCE and encoder.train_on == "completion":
@@ -135,6 +141,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         implied=sum(answer_example.implied for answer_example in examples) // 2,
         unread=list(dict.fromkeys([*columns, *keys])),
         pictures=[document.pictures for document in documents] if any(d.pictures for d in documents) else [],
+        asked=asked,
     )
 
 
@@ -150,12 +157,11 @@ def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
     return alike
 
 
-def _examples(row: Row, pictures: PictureOptions | None) -> list[Example] | list[Example | None]:
+def _examples(row: Row, access: PictureAccess | None) -> list[Example] | list[Example | None]:
     """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
     if row.value is None:
         raise RowError(row.error)
     refuse_excluded(row.value)
-    access = None if pictures is None else pictures.access(row.file)
     if row.format in (PREFERENCE, LABELLED):
         pair = (normalize_pair if row.format == PREFERENCE else normalize_labelled)(row.value, access)
         return [pair.chosen, pair.rejected]

@@ -89,6 +89,21 @@ class Documents:
             pictures=None if self.pictures is None else self.pictures.select(indices),
         )
 
+    def joined(self, pieces: Sequence[Sequence[tuple[int, int, int]]]) -> Documents:
+        """New documents, each of pieces (document, first, count) of these, with the origin of its first piece. No piece
+        begins or ends within a picture.
+        """
+        arrays = (
+            [array[self.starts[index] + first :][:count] for index, first, count in document]
+            for document in pieces
+            for array in (self.tokens, self.mask)
+        )
+        tokens = map(np.concatenate, arrays)
+        gathered = Documents.gather(Document(ids, mask) for ids, mask in zip(tokens, tokens, strict=True))
+        origins = None if self.origins is None else self.origins[[document[0][0] for document in pieces]]
+        pictures = None if self.pictures is None else self.pictures.joined(pieces)
+        return dataclasses.replace(gathered, origins=origins, files=self.files, pictures=pictures)
+
     def write(
         self,
         document: int,
@@ -141,12 +156,16 @@ class Documents:
         training = np.flatnonzero(~np.isin(hashes, texts[:count]))
         return training, np.sort(first_rows[:count]), len(firsts) - len(training) - count
 
+    def key(self, index: int, count: int) -> bytes:
+        """By which a document's first `count` tokens, with their pictures, are known."""
+        data = self.tokens[self.starts[index] : self.starts[index] + count].tobytes()
+        return data if self.pictures is None else data + self.pictures.digests_of(index, count)
+
     def _hashes(self, indices: np.ndarray) -> np.ndarray:
         """uint64[n]: hashes of the documents' tokens and pictures, the same in every process; masks do not count."""
         hashes = np.empty(len(indices), np.uint64)
         for number, index in enumerate(indices.tolist()):
-            data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
-            data += b"" if self.pictures is None else self.pictures.digests_of(index)
+            data = self.key(index, int(self.lengths[index]))
             hashes[number] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
         return hashes
 

@@ -32,6 +32,8 @@ FIELDS = {
     "ends": (np.int64, ()),
     "named": (np.uint8, ()),
 }
+type Stamp = tuple[int, int]
+
 _MOST_THREADS = 16  # that decode the pictures of a row
 _BUDGET_STEP = 64  # blocks, of which a row's room for patches is a multiple
 _BUDGET_SPARE = 1.1  # of the average of full rows
@@ -119,9 +121,31 @@ class DocumentPictures:
     def fingerprint(self) -> bytes:
         return b"".join([self.digests[self.entries].tobytes(), np.ascontiguousarray(self.grids).tobytes()])
 
-    def digests_of(self, document: int) -> bytes:
-        first = int(self.firsts[document])
-        return self.digests[self.entries[first : first + int(self.counts[document])]].tobytes()
+    def digests_of(self, document: int, count: int) -> bytes:
+        """Of the pictures in a document's first `count` tokens."""
+        inside = self.of(document, count)
+        return self.digests[self.entries[inside.start : inside.stop]].tobytes()
+
+    def joined(self, pieces: Sequence[Sequence[tuple[int, int, int]]]) -> DocumentPictures:
+        """As Documents.joined."""
+        placed, starts, counts = list[int](), list[int](), list[int]()
+        for document in pieces:
+            before, offset = len(placed), 0
+            for index, first, count in document:
+                inside = [picture for picture in self.of(index, first + count) if self.starts[picture] >= first]
+                placed += inside
+                starts += (self.starts[inside] - first + offset).tolist()
+                offset += count
+            counts.append(len(placed) - before)
+        indices, numbers = np.array(placed, np.int64), np.array(counts, np.int64)
+        return dataclasses.replace(
+            self,
+            firsts=np.cumsum(numbers) - numbers,
+            counts=numbers,
+            starts=np.array(starts, np.int64),
+            grids=self.grids[indices],
+            entries=self.entries[indices],
+        )
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
@@ -256,7 +280,11 @@ class PictureStore:
             return
         if self.stream is None:
             self.stream = open(self.folder / "picture_files.bin", "wb")  # noqa: SIM115 (closed in `close`)
-        data = picture.file_bytes() if picture.path is None else json.dumps(_stamped(picture.path)).encode()
+        data = (
+            picture.file_bytes()
+            if picture.path is None
+            else json.dumps([picture.path, stamp_of(picture.path)]).encode()
+        )
         with writing(self.stream.name, len(data)):
             self.stream.write(data)
         self.ends.append((self.ends[-1] if self.ends else 0) + len(data))
@@ -290,20 +318,31 @@ class PictureStore:
         return {name: np.asarray(values[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in FIELDS.items()}
 
 
+def prompt_documents(pictures: Sequence[Sequence[PlacedPicture]], processor: PictureProcessor) -> DocumentPictures:
+    """Of documents in memory, with the pictures of each."""
+    store = PictureStore(None)
+    store.add(len(pictures), pictures)
+    return dataclasses.replace(store.all(), processor=processor)
+
+
 def _documents(arrays: dict[str, np.ndarray], pictures: Files) -> DocumentPictures:
     counts, *fields = (arrays[name] for name in ("counts", "starts", "grids", "entries", "digests"))
     firsts = np.cumsum(counts) - counts
     return DocumentPictures(firsts, counts, fields[0], fields[1], fields[2], fields[3], pictures)
 
 
-def _stamped(path: str) -> tuple[str, int, int]:
-    status = os.stat(path)
-    return path, status.st_size, status.st_mtime_ns
+def stamp_of(path: str) -> Stamp | None:
+    """(Bytes, nanoseconds of the last change) of a file; None: there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def stored_pictures(folder: Path, documents: int) -> DocumentPictures | None:
     """The pictures of a cache folder, whose files are sound; None without any. Raises ValueError if its parts
-    contradict each other, or a picture's file was changed since; OSError for one that is gone.
+    contradict each other, or a picture's file was changed since or is gone.
     """
     if not (folder / "picture_files.bin").is_file():
         return None
@@ -321,8 +360,8 @@ def stored_pictures(folder: Path, documents: int) -> DocumentPictures | None:
     if not sound or arrays["entries"].min() < 0 or arrays["entries"].max() >= len(ends):
         raise ValueError("its pictures do not add up")
     for index in np.flatnonzero(arrays["named"]).tolist():
-        path, *stamp = json.loads(pictures.data(index))
-        if list(_stamped(path)[1:]) != stamp:
+        path, stamp = json.loads(pictures.data(index))
+        if stamp is None or stamp_of(path) != tuple(stamp):
             raise ValueError(f"the picture {path} has changed")
     return _documents(arrays, pictures)
 
