@@ -40,7 +40,7 @@ def reader(
     from jaxtune.models.generation.pictures import processor_of
 
     folders = (".",) if folder is None else (folder, ".")
-    access = PictureAccess(folders, files, options.remote_images, "--remote-images")
+    access = PictureAccess(folders, files=files, remote=options.remote_images, remote_option="--remote-images")
     return PictureReader(processor_of(model.source, tokenizer, options.max_pixels), access)
 
 

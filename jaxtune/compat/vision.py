@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +22,6 @@ from jaxtune.conversations.pictures import PICTURE, PictureAccess, read_picture
 from jaxtune.models.files.model_folder import resolve_folder
 from jaxtune.models.generation.pictures import processor_of
 from jaxtune.models.lora import experts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Inputs(dict[str, NumpyTensor]):
@@ -48,7 +44,7 @@ class Processor:
       max_pixels: of a picture, beyond which it is made smaller; None: as the model's files say.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, pictures: PictureProcessor, max_pixels: int | None = None):
+    def __init__(self, tokenizer, pictures: PictureProcessor, max_pixels: int | None = None):
         self.tokenizer, self.pictures, self.max_pixels = tokenizer, pictures, max_pixels
 
     def __getattr__(self, name: str) -> object:
@@ -84,7 +80,7 @@ class Processor:
         add_special_tokens: bool = False,
         padding: bool | str = True,
         return_tensors: str | None = None,
-        **_: object,
+        **others: object,
     ) -> Inputs:
         """{"input_ids", "attention_mask"}: int[B, T], padded on the left; of pictures also {"pixel_values":
         float32[patches, F], "image_grid_thw": int[pictures, 3]}, in order.
@@ -92,7 +88,7 @@ class Processor:
         images: one, a list, or a list for each text, in any form that rows have.
         text: with one mark for each picture, as the chat template writes. padding, return_tensors: have no effect.
         """
-        del padding, return_tensors
+        del padding, return_tensors, others
         texts = [text] if isinstance(text, str) else list(text or ())
         if not texts:
             raise ValueError("processor: text is missing: give the text of apply_chat_template")

@@ -83,7 +83,7 @@ def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_p
     """New pictures are named better than any reader of the text can; a run that lost its last step makes it again."""
     saves = {"every_steps": STEPS - 1, "every_minutes": None}
     held_out = {"eval": str(places["held_out"])}
-    asked = {"exact_match_rows": 16, "max_new_tokens": 8}
+    asked = {"exact_match_rows": 16, "max_new_tokens": 8, "generate": ["exact_match"]}
     run = train(tmp_path, places, checkpoint=saves, data=held_out, evaluation=asked, export={"merged": True})
     said = " ".join("".join(capsys.readouterr()).split())
     assert "48 pictures of 4 to 25 tokens and 16 to 100 patches" in said
@@ -95,6 +95,8 @@ def test_a_run_learns_what_only_pictures_tell_and_goes_on_to_the_same_bits(tmp_p
     assert results["exact_match"] > 0.6 and results["samples"][0]["question"] == "<image>Which?"
     assert cli.main(["evaluate", str(run / "config.yaml"), "precision=fp32"]) == 0
     scores = json.loads(capsys.readouterr().out)
+    answers = [line["eval_answers/exact_match"] for line in lines(run) if "eval_answers/exact_match" in line]
+    assert answers[-1] == scores["eval_answers/exact_match"] == results["exact_match"]
     assert scores["exact_match"] == results["exact_match"] and scores["samples"] == results["samples"]
     before, first = load_file(run / "merged" / "model.safetensors"), losses(run)
     shutil.rmtree(run / "merged")
@@ -347,10 +349,6 @@ REFUSED = {
     "objective": (dict(objective="reward"), "objective = reward: not supported yet in a run with pictures"),
     "weights divided": (dict(mesh={"fsdp": 2}), "mesh.fsdp = 2: not supported yet in a run with pictures"),
     "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),
-    "asked": (
-        dict(evaluation={"generate": ["exact_number"]}, data={"eval": "HELD_OUT"}),
-        "evaluation.generate = ['exact_number']: not supported yet in a run with pictures",
-    ),
     "no pictures wanted": (dict(model={"pictures": False}), "a part of the type image in content; only text can be"),
     "no tower to train": (
         dict(model={"pictures": False, "tower": "all"}),

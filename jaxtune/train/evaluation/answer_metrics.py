@@ -10,18 +10,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxtune.conversations.answers import Completions
+from jaxtune.conversations.picture_processors import PictureProcessor, picture_arrays
+from jaxtune.conversations.pictures import TAG
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.system.sealed import crc32
 from jaxtune.train.config import DataConfig, EvaluationConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
 from jaxtune.train.config.sections import REWARDS
 from jaxtune.train.data.batches import SampledRows
+from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.sampled.answering import Prompt
 from jaxtune.train.sampled.prompts import completions_of, read_prompts
-from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, text_of
+from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, Turns, text_of
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
 SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl
@@ -98,11 +102,15 @@ class AnswerMetrics:
     with `deterministic`.
     """
 
+    processor: PictureProcessor | None = None
+    """Of questions' pictures; None: they have none."""
+
     @property
     def identity(self) -> str:
-        """8 hex digits of the questions' tokens and other columns."""
+        """8 hex digits of the questions' tokens, pictures and other columns."""
         columns = values_crc32(dict(prompt.columns) for prompt in self.prompts)
-        return f"{crc32([repr([prompt.ids for prompt in self.prompts]).encode()], columns):08x}"
+        pictures = [placed.digest for prompt in self.prompts for placed in prompt.pictures]
+        return f"{crc32([repr([prompt.ids for prompt in self.prompts]).encode(), *pictures], columns):08x}"
 
     @property
     def sampled_rows(self) -> SampledRows:
@@ -129,6 +137,10 @@ class AnswerMetrics:
                 self.temperature,
                 self.seed,
                 eos_token_ids=self.ends,
+                pictures=[
+                    PromptPictures.of(picture_arrays(len(prompt.ids), prompt.pictures, self.processor))
+                    for prompt in self.prompts
+                ],
             )
         )
         del sampler  # frees its caches before the functions run
@@ -139,7 +151,7 @@ class AnswerMetrics:
         ]
         sampled = Sampled.of(
             [prompt.turns for prompt in self.prompts],
-            [prompt.columns for prompt in self.prompts],
+            [{**prompt.columns, **prompt.shown()} for prompt in self.prompts],
             [row.ids for row in rows],
             completions,
         )
@@ -154,7 +166,7 @@ class AnswerMetrics:
         metrics["eval_answers_cut_off"] = float(np.mean([row.finish_reason == "length" for row in rows]))
         samples = [
             {
-                "question": question if isinstance(question, str) else text_of(question[-1:]),
+                "question": _question(question),
                 "given": text_of(answer),
                 **dict(zip(self.functions.names, values.tolist(), strict=True)),
             }
@@ -176,6 +188,7 @@ def answer_metrics(
     *,
     seed: int = 0,
     deterministic: bool = False,
+    pictures: PictureOptions | None = None,
 ) -> AnswerMetrics | None:
     """The evaluation that settings.generate asks for, of the first generate_rows held-out rows; None if it names no
     function. Nothing is generated yet.
@@ -183,6 +196,7 @@ def answer_metrics(
       rows: a path, data set's name, or list of dicts.
       model: may have shapes.
       rewards: of a batch source given to the Trainer, for generate = [rewards]; None: the objective's.
+      pictures: how those of rows are read; None refuses rows with pictures.
 
     ConfigError if a function cannot be loaded, no row has a question, or one cannot be asked (unless data.on_bad_row is
     "skip"); ValueError without such rows.
@@ -205,7 +219,7 @@ def answer_metrics(
     data = dataclasses.replace(data, max_rows=settings.generate_rows)
     room_words = "evaluation.max_new_tokens the model's positions leave"
     return AnswerMetrics(
-        read_prompts(rows, tokenizer, data, most, "data.eval", room_words),
+        read_prompts(rows, tokenizer, data, most, "data.eval", room_words, pictures=pictures),
         functions,
         settings.max_new_tokens,
         settings.temperature,
@@ -216,7 +230,14 @@ def answer_metrics(
         _MOST_SLOTS,
         deterministic,
         are_rewards,
+        processor=None if pictures is None else pictures.processor,
     )
+
+
+def _question(turns: Turns) -> str:
+    """A text, or the last message's, with tags for pictures."""
+    content = turns if isinstance(turns, str) else turns[-1].get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", TAG) for part in content)
 
 
 def _mean(values: np.ndarray) -> float:

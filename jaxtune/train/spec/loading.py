@@ -50,7 +50,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     model_config, teacher = config.model, open_teacher(config.objective, config.dtype)
     objective = objective_of(config.objective)
     changes = objective.head, model_config, config.adapter, config.seed
-    refused = refusal(objective, config.data, config.mesh, config.evaluation, config.qat)
+    refused = refusal(objective, config.data, config.mesh, config.qat)
     pictures = reads_pictures(model_config, config.data, refused)
 
     def tokenizer(folder: Path | None) -> Any:

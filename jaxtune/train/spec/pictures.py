@@ -9,7 +9,7 @@ from jaxtune.conversations.messages import shows_pictures
 from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.registry import tower_config
-from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, MeshConfig, ModelConfig, QatConfig
+from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.formats import refuse_media
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.row_errors import RowError
@@ -52,7 +52,6 @@ def refusal(
     objective: Objective,
     data: DataConfig,
     mesh: MeshConfig | None,
-    evaluation: EvaluationConfig,
     qat: QatConfig | None,
 ) -> str | None:
     """Why this run cannot have pictures, with what to change; None: it can."""
@@ -61,7 +60,6 @@ def refusal(
         f"objective = {objective.label}": not objective.reads_pictures,
         f"mesh.fsdp = {mesh and mesh.fsdp}": mesh is not None and mesh.fsdp != 1,
         f"qat.format = {qat and qat.format}": qat is not None,
-        f"evaluation.generate = {list(evaluation.generate)}": bool(evaluation.generate),
     }
     key = next((key for key, holds in refused.items() if holds), None)
     return None if key is None else f"{key}: not supported yet in a run with pictures; {instead}"
