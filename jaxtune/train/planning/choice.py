@@ -69,6 +69,9 @@ def choose(
     if spec.memory.plan is not None:
         fixed, moved = parse_plan(spec.memory.plan, costs.shape.num_layers, costs.layers.all_residuals)
         levels = {word: moved.get(word, 0) for word, movable in costs.movables.items() if movable.counted}
+        for word, level in levels.items():
+            if level and not costs.movables[word].able:
+                raise ValueError(f"memory.plan: {word}={level} needs {costs.movables[word].needs}; leave it out")
         costs = costs.limited({word: (level, level) for word, level in levels.items()})
     budget = math.inf if budget_bytes is None else budget_bytes
     candidates: list[Forecast] = []

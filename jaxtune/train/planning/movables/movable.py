@@ -63,6 +63,7 @@ class Movable:
     side: ClassVar[str | None] = None  # where level 1 has all of it, "host" or "device", as a plan's record says
     worth: ClassVar[float] = 1.0  # by how many times a step must be faster with it, unless nothing else fits
     errs_apart: ClassVar[bool] = False  # whether forecasts with it are wrong by other bytes than without
+    needs: ClassVar[str] = ""  # what a run is that may move it, for an error
     last_resort: ClassVar[bool] = False  # whether plans have it only if none without it fits
     at_last: ClassVar[bool] = False  # whether `with_room` is asked for the chosen plan alone, not for each candidate
 

@@ -22,12 +22,11 @@ from jaxtune.train.planning.step_spec import StepSpec
 
 @dataclasses.dataclass(frozen=True)
 class Streamed(Movable):
-    """Layers of an adapter's run on one device, which does not generate: an answer's token would wait for all of them.
-    Weights that QAT rounds stay.
-    """
+    """Not in a run that generates, as each token would wait for all layers, nor of weights that QAT rounds."""
 
     word = "streamed"
     counted = True
+    needs = "an adapter's run on one device, without rewards, answers in evaluations and QAT"
     last_resort = True
 
     layer_bytes: tuple[float, ...] = ()  # frozen, of each layer
