@@ -657,7 +657,8 @@ def movable_uses(source: str, module: str, words: Iterable[str]) -> list[str]:
     if within(module, MOVABLE_ROOM) or not within(module, "jaxtune.train"):
         return []
     tree = ast.parse(source)
-    allowed = ("movable", "MOVABLES", "left_on_host", *(["residuals"] if module in LAYER_SEARCH else []))
+    tables = "movable", "MOVABLES", "layers_on_host", "left_on_host"
+    allowed = *tables, *(["residuals"] if module in LAYER_SEARCH else [])
     found = [
         f"{module}:{line} imports {name}"
         for name, line in imports(tree, module, False)
