@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -183,10 +184,10 @@ def _targets(where: str, model: CompatModel, vision: bool, language: bool, atten
     tower = model.module.vision
     if tower is None:
         raise ValueError(f"{where}: the model was loaded without its tower: use FastVisionModel.from_pretrained")
-    prefix = tower.config.prefix.replace(".", r"\.")
+    prefix = f"(?:{'|'.join(map(re.escape, tower.config.prefixes))})"
     modules = ".*" if attention and mlp else ".*attn.*" if attention else "(?!.*attn).*"
-    sides = [rf"{prefix}\.(?!patch_embed){modules}"] * vision
-    sides += [rf"(?!{prefix}\.).*\.layers\.\d+\.{modules}"] * language
+    sides = [rf"{prefix}(?!patch_embed){modules}"] * vision
+    sides += [rf"(?!{prefix}).*\.layers\.\d+\.{modules}"] * language
     return "|".join(f"(?:{side})" for side in sides)
 
 
