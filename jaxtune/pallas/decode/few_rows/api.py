@@ -50,6 +50,8 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
         check.array(f"loras[{index}].b", lora.b, f"{sizes[index]} r_{index}", FLOATS)
         if lora.row_scale is not None:
             raise ValueError(f"{check.op}: loras[{index}] has a row_scale (DoRA): use quant_matmul")
+        if lora.gate is not None:
+            check.array(f"loras[{index}].gate", lora.gate, f"... r_{index}", FLOATS)
 
 
 def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:

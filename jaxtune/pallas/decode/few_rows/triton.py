@@ -116,6 +116,8 @@ def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], 
         return f"{len(weights)} weights; up to 3"
     if padded_rank(loras) > MOST_RANK:
         return f"adapters of rank {max(lora.a.shape[0] for lora in loras if lora is not None)}; up to {MOST_RANK}"
+    if any(lora is not None and lora.gate is not None for lora in loras):
+        return "adapters of several models"
     if any(weight.shape[0] % _PLAIN.rows for weight in weights) or x.shape[1] % _depth(x.shape[1]):
         sizes = ", ".join(str(weight.shape) for weight in weights)
         return (
