@@ -53,7 +53,10 @@ class Adapter:
         for is_so, what in (
             (any(matrix.lora is not None for _, matrix in experts(model)), "adapters of experts (target_parameters)"),
             (any(linear.lora and linear.lora.magnitude is not None for _, linear in linears(model)), "DoRA (use_dora)"),
-            (any(isinstance(weight, nnx.Param) for weight in saved), "modules that are trained whole (modules_to_save)"),
+            (
+                any(isinstance(weight, nnx.Param) for weight in saved),
+                "modules that are trained whole (modules_to_save)",
+            ),
             (any(matrix.fake_quant is not None for _, matrix in matrices(model)), "weights that QAT rounds"),
         ):
             if is_so:

@@ -277,7 +277,11 @@ class Sampler:
 
     def _free_dropped(self, number: int) -> None:
         """Frees a dropped adapter's columns if no request has it."""
-        if number in self._dropped and not self._closed and all(request.adapter != number for request in self._requests.values()):
+        if (
+            number in self._dropped
+            and not self._closed
+            and all(request.adapter != number for request in self._requests.values())
+        ):
             self._dropped.remove(number)
             self._use(self._bank.without(number))
 

@@ -389,7 +389,9 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     inner, source = low_rank_input(flat, source, pairs)
     if any(loras[index].gate is not None for index in owners):
         inner = _gated(inner, [loras[index] for index in owners])
-        products = outputs(flat, tuple(weights), pairs, product_biases, inner, static._replace(scales=(1.0,) * len(owners)))
+        products = outputs(
+            flat, tuple(weights), pairs, product_biases, inner, static._replace(scales=(1.0,) * len(owners))
+        )
     else:
         products = _products(flat, source, tuple(weights), pairs, product_biases, inner, static)
     finished = []
