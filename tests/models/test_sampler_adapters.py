@@ -253,7 +253,7 @@ def test_memory_of_adapters_is_planned(monkeypatch):
     assert Sampler(base(), 2, 64, adapters=adapters_of(["all"])).plan.adapter_bytes == 64 * size
     assert Sampler(base(), 2, 64, adapter_ranks=100).plan.adapter_bytes == 128 * size
     assert Sampler(base(), 2, 64).plan.adapter_bytes == 0
-    monkeypatch.setattr(sampler_module, "room_bytes", lambda share: 4e6)
+    monkeypatch.setattr(sampler_module, "room_bytes", lambda share: 2.5e6)
     few, many = (Sampler(base(), None, 128, adapter_ranks=ranks).plan for ranks in (16, 1024))
     assert many.slots < few.slots and "adapters: " in str(many)
 

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,11 +208,19 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     Raises ValueError for damaged or pickled files, an unsupported PEFT feature, targets that match nothing, tensors
     that do not fit or are not finite, another base by its digest, or a model with an adapter.
     """
-    adapted = adapter_on_host(model, path)
-    for tensor in adapter_tensors(adapted).values():
+    return _moved(adapter_on_host(model, path), jnp.asarray)
+
+
+def to_host(model: Decoder) -> Decoder:
+    """Moves an adapter's tensors to host memory, in place, as numpy arrays."""
+    return _moved(model, np.asarray)
+
+
+def _moved(model: Decoder, move: Callable[[Any], Any]) -> Decoder:
+    for tensor in adapter_tensors(model).values():
         variable = tensor.variable if isinstance(tensor, ExpertTensor) else tensor
-        variable.set_value(jnp.asarray(variable.get_value()))
-    return adapted
+        variable.set_value(move(variable.get_value()))
+    return model
 
 
 def adapter_on_host(model: Decoder, path: str | os.PathLike) -> Decoder:

@@ -157,7 +157,7 @@ class Sampler:
         self._adapter_number = 0  # the last
         self._dropped: set[int] = set()  # adapters' numbers that rows still have
         for name, adapter in (adapters or {}).items():
-            self._bank = self._with_adapter(name, adapter)
+            self._bank, self._adapters[name] = self._with_adapter(name, adapter)
         self._structure, self._leaves = flattened(self._bank.model())
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
@@ -237,7 +237,9 @@ class Sampler:
         """
         if self._closed:
             raise ValueError("Sampler: load_adapter after close: make a new Sampler")
-        self._use(self._with_adapter(name, adapter))
+        bank, entry = self._with_adapter(name, adapter)
+        self._use(bank)
+        self._adapters[name] = entry
 
     def drop_adapter(self, name: str) -> None:
         """Refuses further rows with an adapter, whose memory is free after the last row that has it. ValueError for an
@@ -248,8 +250,10 @@ class Sampler:
         self._dropped.add(number)
         self._free_dropped(number)
 
-    def _with_adapter(self, name: str, adapter: Adapter | str | os.PathLike) -> AdapterBank:
-        """The bank with one more adapter, which has a number then."""
+    def _with_adapter(
+        self, name: str, adapter: Adapter | str | os.PathLike
+    ) -> tuple[AdapterBank, tuple[int, tuple[int, ...]]]:
+        """(the bank with one more adapter, its entry in `_adapters`)"""
         if self._base is None:
             raise ValueError(f"Sampler: adapter {name!r}: the model has one already: give the base (without_adapter)")
         if name in self._adapters:
@@ -261,10 +265,8 @@ class Sampler:
                 f"Sampler: adapter {name!r}: with it the ranks are {ranks} in sum, and adapter_ranks is {limit}: drop "
                 "another first, or set more"
             )
-        bank = self._bank.with_adapter(self._adapter_number + 1, adapter)
         self._adapter_number += 1
-        self._adapters[name] = self._adapter_number, adapter.ends
-        return bank
+        return self._bank.with_adapter(self._adapter_number, adapter), (self._adapter_number, adapter.ends)
 
     def _adapter(self, name: str | None) -> tuple[int, tuple[int, ...]]:
         """(number, tokens that end its rows); those of the model for None."""
@@ -277,11 +279,9 @@ class Sampler:
 
     def _free_dropped(self, number: int) -> None:
         """Frees a dropped adapter's columns if no request has it."""
-        if (
-            number in self._dropped
-            and not self._closed
-            and all(request.adapter != number for request in self._requests.values())
-        ):
+        if number not in self._dropped or self._closed:
+            return
+        if all(request.adapter != number for request in self._requests.values()):
             self._dropped.remove(number)
             self._use(self._bank.without(number))
 
@@ -427,6 +427,11 @@ class Sampler:
     def waiting(self) -> int:
         """The number of requests that have no slot."""
         return len(self._waiting)
+
+    @property
+    def waiting_requests(self) -> set[int]:
+        """Their numbers."""
+        return {request.number for request in self._waiting}
 
     def score(
         self, prompt: Sequence[int], top: int = 0, adapter: str | None = None

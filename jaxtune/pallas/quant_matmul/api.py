@@ -37,8 +37,8 @@ class LoraWeights:
     row_scale: jax.Array | None = None
     # alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
-    # float32[..., r] of each token in place of the scale, or [r] of all: where it is 0 a column adds nothing, so several
-    # adapters side by side are one of which each token takes its own; not differentiable
+    # float32[..., r] of each token in place of the scale, or [r] of all: where it is 0 a column adds nothing, so that
+    # several adapters side by side are one, of which each token takes its own; not differentiable
     gate: jax.Array | None = None
 
 
