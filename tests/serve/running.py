@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import http.client
 import json
 import subprocess
@@ -65,13 +64,11 @@ def stub_model(name, model, tokenizer) -> ServedModel:
     return ServedModel(name, model, tokenizer)
 
 
-def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256) -> Engine:
+def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256, **settings) -> Engine:
     base = next(iter(models.values())).model
-    return Engine(functools.partial(sampler_of, base, slots, length), models)
-
-
-def sampler_of(base, slots: int, length: int, adapters) -> Sampler:
-    return Sampler(base, slots, length, first_at_once=True, adapters=adapters)
+    return Engine(
+        lambda adapters: Sampler(base, slots, length, first_at_once=True, adapters=adapters, **settings), models
+    )
 
 
 _readers: dict[tuple, Readers] = {}
