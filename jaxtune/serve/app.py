@@ -231,7 +231,7 @@ class _Api:
                 message = f"lora_name = {name!r}: is served already: unload it first, or take another name"
                 raise ApiError(400, message, "lora_name", "invalid_value")
             base = next(served for served in models.values() if served.base is None)
-            served, adapter = await asyncio.to_thread(folder.load, base, name, path)
+            served, adapter = await self._engine.unless_ended(asyncio.to_thread(folder.load, base, name, path))
             await self._engine.load(served, adapter)
             await self._tell_readers()
         return Response(f"Success: LoRA adapter '{name}' added successfully.")

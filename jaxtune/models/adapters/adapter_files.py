@@ -216,7 +216,7 @@ def to_host(model: Decoder) -> Decoder:
     return _moved(model, np.asarray)
 
 
-def _moved(model: Decoder, move: Callable[[Any], Any]) -> Decoder:
+def _moved(model: Decoder, move: Callable[[jax.Array | np.ndarray], jax.Array | np.ndarray]) -> Decoder:
     for tensor in adapter_tensors(model).values():
         variable = tensor.variable if isinstance(tensor, ExpertTensor) else tensor
         variable.set_value(move(variable.get_value()))
