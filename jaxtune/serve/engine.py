@@ -118,7 +118,8 @@ class Engine:
         self._open: set[Answers] = set()
         self._awaited: set[asyncio.Future[None]] = set()  # each gets the error of `end`
         self.failure: str | None = None
-        self.plan, self._counts = sampler.plan, dict.fromkeys(self.models, (0, 0))
+        self.plan = sampler.plan
+        self._counts: dict[str, tuple[int, int]] = dict.fromkeys(self.models, (0, 0))
         self._thread = threading.Thread(target=self._drive, name="jaxtune serve: engine", daemon=True)
         self._thread.start()
         lifetimes.end_with(self, _end_thread, self._commands, self._thread)

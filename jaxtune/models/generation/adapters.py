@@ -104,14 +104,16 @@ class _Columns(NamedTuple):
         owners, scales = np.full(width, _FREE, np.int32), np.zeros(width, np.float32)
         indices[: len(taken)] = taken
         owners[: len(taken)], scales[: len(taken)] = self.owners[taken], self.scales[taken]
-        return _Columns(*_moved(self.a, self.b, indices), owners, scales)
+        a, b = _moved(self.a, self.b, indices)
+        return _Columns(a, b, owners, scales)
 
     def filled(self, number: int, sides: Sides) -> _Columns:
         """With an adapter in free columns, of which there are enough."""
         indices = np.flatnonzero(self.owners == _FREE)[: len(sides.a)].astype(np.int32)
         owners, scales = self.owners.copy(), self.scales.copy()
         owners[indices], scales[indices] = number, sides.scale
-        return _Columns(*_written(self.a, self.b, indices, sides.a, sides.b), owners, scales)
+        a, b = _written(self.a, self.b, indices, sides.a, sides.b)
+        return _Columns(a, b, owners, scales)
 
 
 @jax.jit

@@ -342,7 +342,7 @@ def _decode(
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
     model = structure.model(leaves)
-    choose_adapters(model, None if rows.adapter is None else rows.adapter[:, None])
+    choose_adapters(model, None if rows.adapter is None else jnp.asarray(rows.adapter)[:, None])
     splits = split_layers(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable

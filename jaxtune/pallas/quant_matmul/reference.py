@@ -387,6 +387,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     product_biases = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = Static(owners, scales, kernels, as_stored, few)
     inner, source = low_rank_input(flat, source, pairs)
+    products: tuple[jax.Array, ...]
     if any(loras[index].gate is not None for index in owners):
         inner = _gated(inner, [loras[index] for index in owners])
         products = outputs(

@@ -183,13 +183,12 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     rank = padded_rank(loras)
     stages = _stages(tile, padded(count), 2 if activation else 1, rank) if rank else tile.stages
-    gates = _gates(loras, count)
-    adapter_arrays, settings = [], {"GATED": int(bool(gates))}
-    if not gates:
-        settings |= dict.fromkeys(("first_gate", "second_gate", "third_gate"))
+    gates, adapter_arrays, settings = _gates(loras, count), [], {}
     for name, lora in zip(("first", "second", "third"), (*loras, None, None, None), strict=False):
         settings[f"{name.upper()}_RANK"] = 0 if lora is None else lora.a.shape[0]
         settings[f"{name.upper()}_SCALE"] = 1.0 if lora is None else float(lora.scale)
+        if not gates:
+            settings |= {f"{name}_gate": None}
         if not rank:
             settings |= {f"{name}_a": None, f"{name}_b": None}
         else:
@@ -213,6 +212,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
         ACTIVATION=activation,
         STAGES=stages,
         RANK=rank,
+        GATED=int(bool(gates)),
         **settings,
     )
     return out
