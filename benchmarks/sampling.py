@@ -15,9 +15,10 @@ itself. All processes share one cache of compiled programs, empty at the beginni
                     slots times that share.
     first_answer    seconds from the start of a process to one answer of 16 tokens, without the seconds in which random
                     weights were made, which stand for those of a load; with an empty cache of programs, and again.
-    adapter         full slots with an adapter of rank 16 on all linears and without it, in turns in one process:
-                    milliseconds of a decoding step in each turn, and `share`, the speed with the adapter as a share of
-                    that without.
+    adapter         full slots without an adapter, with one of rank 16 on all linears, and with three such ones of which
+                    each row has one or none, in turns in one process: milliseconds of a decoding step in each turn, and
+                    `share` and `share_of_rows`, the speed with one and with three as shares of that without; and tokens
+                    per second, prefill included.
     transformers    tokens per second of transformers' own `generate` on the same shape, prompts and lengths, sampled,
                     all rows in one batch; bf16 weights, its default attention and cache, after a run of eight tokens.
     mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward
@@ -148,9 +149,18 @@ def drain(sampler: Any) -> tuple[int, list[tuple[float, int]]]:
     return tokens, steps
 
 
+def submit(sampler: Any, prompts: list[list[int]], new: int) -> list[int]:
+    """Rows with the sampler's adapters and without, in turns."""
+    names = [None, *sampler.adapters]
+    return [
+        sampler.submit(prompt, new, 1.0, index=index, eos_token_ids=(), adapter=names[index % len(names)])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
 def warm_up(sampler: Any, prompts: list[list[int]], new: int) -> None:
     """Compiles the programs of such rows."""
-    requests = [sampler.submit(prompt, new, temperature=1.0, eos_token_ids=()) for prompt in prompts]
+    requests = submit(sampler, prompts, new)
     for _ in range(4):
         sampler.step()
     for request in requests:
@@ -158,17 +168,18 @@ def warm_up(sampler: Any, prompts: list[list[int]], new: int) -> None:
     drain(sampler)
 
 
-def full(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -> dict[str, float]:
+def full(
+    model: Any, slots: int, options: argparse.Namespace, new: int = _NEW, adapters: dict[str, Any] | None = None
+) -> dict[str, float]:
     import jaxtune
 
     prompts = prompts_of(model, slots)
-    sampler = jaxtune.Sampler(model, slots, _PROMPT + new)
+    sampler = jaxtune.Sampler(model, slots, _PROMPT + new, adapters=adapters)
     began = time.perf_counter()
     warm_up(sampler, prompts, new)
     compiled = time.perf_counter() - began
     began = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        sampler.submit(prompt, new, temperature=1.0, index=index, eos_token_ids=())
+    submit(sampler, prompts, new)
     tokens, steps = drain(sampler)
     seconds = time.perf_counter() - began
     assert tokens == slots * new, (tokens, slots)
@@ -188,16 +199,25 @@ def full(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -
 
 
 def adapter_turns(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -> dict[str, Any]:
-    """Fills the slots of the model without an adapter, with one, and both once more."""
+    """Fills the slots of the model without an adapter, with one, with three of which each row has one or none, and all
+    once more.
+    """
+    from jaxtune.models.generation.adapters import Adapter
     from jaxtune.models.lora import get_peft_model
 
-    models = {"without": model, "with": get_peft_model(model, r=16)}
-    turns: dict[str, list[float]] = {name: [] for name in models}
+    adapters = {str(seed): Adapter.of(get_peft_model(model, r=16, seed=seed)) for seed in range(3)}
+    kinds = {"without": (model, None), "with": (get_peft_model(model, r=16), None), "of_rows": (model, adapters)}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for _ in range(2):
-        for name, each in models.items():
-            turns[name].append(full(each, slots, options, new)["decode_ms"])
-    share = sum(turns["without"]) / sum(turns["with"])
-    return {"decode_ms_without": turns["without"], "decode_ms_with": turns["with"], "share": share}
+        for name, (each, its_adapters) in kinds.items():
+            turns[name].append(full(each, slots, options, new, its_adapters))
+    lists = {
+        f"{key}_{name}": [turn[key] for turn in each]
+        for key in ("decode_ms", "tokens_per_second")
+        for name, each in turns.items()
+    }
+    without, one, of_rows = (sum(lists[f"decode_ms_{name}"]) for name in kinds)
+    return {**lists, "share": without / one, "share_of_rows": without / of_rows}
 
 
 def lognormal(model: Any, decode_rate: float, full_rate: float, rows: int) -> dict[str, float]:

@@ -75,6 +75,7 @@ class Prefills:
 
       structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
+      gated: whether rows may have adapters.
 
     Attributes:
       switch: the row length above which a longrope model needs other states, or slots.NEVER.
@@ -88,8 +89,10 @@ class Prefills:
         chunk: int,
         at_once: int,
         one_at_a_time: bool,
+        gated: bool = False,
     ):
-        self._programs, self._structure, self._shapes, self._one = programs, structure, shapes, one_at_a_time
+        self._programs, self._one = programs, one_at_a_time
+        self.use(structure, shapes, gated)
         self._chunk, self._at_once = chunk, at_once
         layers = structure.model(shapes).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
@@ -106,11 +109,15 @@ class Prefills:
         self._batches: list[Batch] = []
         self._long: _Long | None = None
 
+    def use(self, structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], gated: bool) -> None:
+        """Takes the model with other adapters; states of prompts stay."""
+        self._structure, self._shapes, self._gated = structure, shapes, gated
+
     def add_waiting(self, request: Request) -> bytes:
         """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
-        prompts share it.
+        prompts with the same adapter share it.
         """
-        key = np.asarray(request.tokens, np.int32).tobytes()
+        key = np.asarray([request.adapter, *request.tokens], np.int32).tobytes()
         if request.pictures is not None:
             key += request.pictures.key()
         self._wanted[key] += 1
@@ -223,7 +230,15 @@ class Prefills:
         if (pictures := requests[0].pictures) is not None:
             patches = length_bucket(pictures.pictures.patch_segments.shape[1])
             arguments = *arguments, *pictures.padded(tokens.shape[1], patches)
-        return self._programs.prefill(self._structure, capacity, *arguments)
+        elif self._gated:
+            arguments = *arguments, None, None
+        return self._programs.prefill(self._structure, capacity, *arguments, *self._adapters(requests, len(requests)))
+
+    def _adapters(self, requests: Sequence[Request], count: int) -> tuple[np.ndarray, ...]:
+        """The last argument of programs: int32[count], the requests' adapters; none if there are none."""
+        numbers = np.zeros(count, np.int32)
+        numbers[: len(requests)] = [request.adapter for request in requests]
+        return (numbers,) if self._gated else ()
 
     def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
@@ -242,13 +257,15 @@ class Prefills:
             tokens[0, offset : offset + count] = request.tokens[:-1]
             starts[row], lengths[row], totals[row] = offset, count, count + 1
             offset += count
-        return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
+        arrays = tokens, starts, lengths, totals, *self._adapters(requests, room)
+        return self._programs.pack(self._structure, width, leaves, *arrays)
 
     def _next_chunk(self, leaves, long: _Long) -> int:
         """Dispatches the next chunk of a long prompt, whose states are donated. Returns its tokens."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
-        long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)
+        arrays = tokens, start, totals, *self._adapters([long.request], 1)
+        long.states = self._programs.extend(self._structure, leaves, long.states, *arrays)
         long.done += self._chunk
         if long.done == len(long.request.tokens) - 1:
             self._long = None

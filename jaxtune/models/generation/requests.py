@@ -201,6 +201,7 @@ class Request:
     done: bool = False  # whether it has ended
     client: tuple[Hashable, ...] = ()  # who asks; see `in_turns`
     constraint: Constraint | None = None
+    adapter: int = 0  # its number in the sampler; 0: none
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or

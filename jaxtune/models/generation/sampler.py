@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapter
 from jaxtune.models.generation.converted import Converted, convertible_of
 from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
@@ -57,7 +59,8 @@ from jaxtune.models.generation.slot_plan import (
     room_bytes,
     slot_bytes,
 )
-from jaxtune.models.generation.structure import flattened
+from jaxtune.models.generation.structure import Structure, flattened
+from jaxtune.models.lora import has_adapter
 from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
@@ -110,12 +113,16 @@ class Sampler:
       prefills_alone: a row's bits do not depend on other prompts.
       first_at_once: while few slots are taken, a new row's first round has one step, so that its first token comes
         early; a program more is compiled.
+      adapters: {name: PEFT folder, or Adapter} over the model, which then has none itself; see `load_adapter`.
+      adapter_ranks: the most that the ranks of all adapters of a linear may be in sum, for which memory stays free;
+        None: no limit, and memory for `adapters` alone.
 
     Attributes:
       plan: the SlotPlan in use.
       ends: ids of the tokens that end a row, by the model's files.
 
-    Raises ValueError for a model that scores texts, divided weights, or too little memory or positions.
+    Raises ValueError for a model that scores texts, divided weights, too little memory or positions, or as
+    `load_adapter`.
     """
 
     def __init__(
@@ -132,17 +139,30 @@ class Sampler:
         prefill_tokens: int = PREFILL_TOKENS,
         prefills_alone: bool = False,
         first_at_once: bool = False,
+        adapters: Mapping[str, Adapter | str | os.PathLike] | None = None,
+        adapter_ranks: int | None = None,
     ):
-        for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
+        counts = dict(tokens_per_round=tokens_per_round, prefill_tokens=prefill_tokens)
+        counts |= {} if adapter_ranks is None else {"adapter_ranks": adapter_ranks}
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
         self.config, self.ends = model.config, end_token_ids(model)
         self._tower = None if model.vision is None else model.vision.config
-        self._structure, self._leaves = flattened(model)
+        self._base = None if has_adapter(model) else model
+        self._bank, self._adapter_ranks = AdapterBank(model), adapter_ranks
+        self._adapters: dict[str, tuple[int, tuple[int, ...]]] = {}  # {name: (number, tokens that end its rows)}
+        self._adapter_number = 0  # the last
+        self._dropped: set[int] = set()  # adapters' numbers that rows still have
+        for name, adapter in (adapters or {}).items():
+            self._bank, self._adapters[name] = self._with_adapter(name, adapter)
+        self._structure, self._leaves = flattened(self._bank.model())
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
+        adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
         room = room_bytes(memory_share)
+        room = None if room is None else room - (adapter_bytes - self._bank.bytes)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
             self.config.context_length,
@@ -152,6 +172,7 @@ class Sampler:
             most_slots,
             None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
         )
+        self.plan = dataclasses.replace(self.plan, adapter_bytes=adapter_bytes)
         self._programs = device.programs_of(deterministic, self.plan.slots)
         self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
         if self._converted is not None:
@@ -161,7 +182,7 @@ class Sampler:
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
         self._prefills = Prefills(
-            self._programs, self._structure, self._shapes, prefill_tokens, at_once, one_at_a_time=alone
+            self._programs, self._structure, self._shapes, prefill_tokens, at_once, alone, bool(self._bank)
         )
         self._waiting: collections.deque[Request] = collections.deque()
         self._unordered = False  # whether clients must take turns anew
@@ -181,6 +202,7 @@ class Sampler:
         self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
         self._changed, self._new_live = np.zeros(count, bool), jax.tree.map(np.array, self._live)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
+        self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
         self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
 
     def __enter__(self) -> Self:
@@ -191,10 +213,91 @@ class Sampler:
 
     def close(self) -> None:
         """Cancels all requests, waits for the device and frees the slots."""
+        self._closed = True
         for number in list(self._requests):
             self.cancel(number)
-        self._closed, self._states, self._seen = True, None, None
+        self._states, self._seen = None, None
         self._end()
+
+    # ---- adapters
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names by which rows may ask for one."""
+        return list(self._adapters)
+
+    def load_adapter(self, name: str, adapter: Adapter | str | os.PathLike) -> None:
+        """Adds an adapter under a name, also while rows decode. Programs are compiled anew if the ranks of a linear's
+        adapters need more columns, 16, 32, 64 and so on.
+
+        adapter: a PEFT folder (adapters.read_adapter reads one in another thread), or an Adapter.
+
+        ValueError: the name is taken, the folder cannot be read, or its adapter cannot be one of several (adapters of
+        experts, DoRA, modules_to_save, QAT); more ranks than adapter_ranks. Nothing has changed then.
+        """
+        if self._closed:
+            raise ValueError("Sampler: load_adapter after close: make a new Sampler")
+        bank, entry = self._with_adapter(name, adapter)
+        self._use(bank)
+        self._adapters[name] = entry
+
+    def drop_adapter(self, name: str) -> None:
+        """Refuses further rows with an adapter, whose memory is free after the last row that has it. ValueError for an
+        unknown name.
+        """
+        number, _ = self._adapter(name)
+        del self._adapters[name]
+        self._dropped.add(number)
+        self._free_dropped(number)
+
+    def _with_adapter(
+        self, name: str, adapter: Adapter | str | os.PathLike
+    ) -> tuple[AdapterBank, tuple[int, tuple[int, ...]]]:
+        """(the bank with one more adapter, its entry in `_adapters`)"""
+        if self._base is None:
+            raise ValueError(f"Sampler: adapter {name!r}: the model has one already: give the base (without_adapter)")
+        if name in self._adapters:
+            raise ValueError(f"Sampler: adapter {name!r} is loaded already: drop it first, or take another name")
+        adapter = adapter if isinstance(adapter, Adapter) else read_adapter(self._base, adapter)
+        ranks, limit = self._bank.ranks_with(adapter), self._adapter_ranks
+        if limit is not None and ranks > limit:
+            raise ValueError(
+                f"Sampler: adapter {name!r}: with it the ranks are {ranks} in sum, and adapter_ranks is {limit}: drop "
+                "another first, or set more"
+            )
+        self._adapter_number += 1
+        return self._bank.with_adapter(self._adapter_number, adapter), (self._adapter_number, adapter.ends)
+
+    def _adapter(self, name: str | None) -> tuple[int, tuple[int, ...]]:
+        """(number, tokens that end its rows); those of the model for None."""
+        if name is None:
+            return 0, tuple(self.ends)
+        if name not in self._adapters:
+            names = ", ".join(self._adapters) or "none"
+            raise ValueError(f"Sampler: adapter = {name!r} is not loaded: there are {names}")
+        return self._adapters[name]
+
+    def _free_dropped(self, number: int) -> None:
+        """Frees a dropped adapter's columns if no request has it."""
+        if number not in self._dropped or self._closed:
+            return
+        if all(request.adapter != number for request in self._requests.values()):
+            self._dropped.remove(number)
+            self._use(self._bank.without(number))
+
+    def _use(self, bank: AdapterBank, only: Structure | None = None) -> None:
+        """Sets the model with its adapters; rounds that run are not changed. ValueError for another structure than
+        `only`.
+        """
+        structure, leaves = flattened(bank.model())
+        if self._converted is not None:
+            structure, leaves = self._converted.of(structure, leaves)
+        if only is not None and structure is not only:
+            raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
+        self._bank, self._structure, self._leaves = bank, structure, leaves
+        self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+        self._decoding.clear()  # for shapes and dtypes may be others
+        self._prefills.use(structure, self._shapes, bool(bank))
 
     # ---- requests
 
@@ -222,6 +325,7 @@ class Sampler:
         client: tuple[Hashable, ...] = (),
         constraint: Constraint | None = None,
         pictures: PromptPictures | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
@@ -236,7 +340,7 @@ class Sampler:
           repetition_penalty: divides positive logits of tokens that the row contains, and multiplies negative ones.
           stop_strings: the row ends with the token that completes one; needs `tokenizer`.
           tokenizer: decodes tokens for stop_strings.
-          eos_token_ids: end the row; None: those of the model's files.
+          eos_token_ids: end the row; None: those of the model's files, or of the adapter's.
           scaled_logprobs: log-probabilities are of the logits divided by the temperature.
           top_logprobs: how many of the most likely tokens come with each new token, 0 to 20.
           presence_penalty: subtracted from the logits of tokens that the answer contains.
@@ -247,6 +351,7 @@ class Sampler:
             device waits for the host.
           client: who asks: rows that wait take turns between clients (requests.in_turns).
           pictures: of the prompt, for a model with its tower; None: text alone.
+          adapter: its name; None: the model alone.
 
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
@@ -261,7 +366,8 @@ class Sampler:
         if pictures is not None:
             check_pictures(tokens, pictures, self._tower, self.config, "Sampler: the prompt")
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-        ends = self.ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
+        adapter_number, its_ends = self._adapter(adapter)
+        ends = its_ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
         ends = [token for token in ends if 0 <= token < self.config.vocab_size]  # no other can be sampled
         biases = [
             (*checked_bias(token, bias, self.config.vocab_size), device.NEVER)
@@ -299,6 +405,7 @@ class Sampler:
             pictures,
             client=client,
             constraint=constraint,
+            adapter=adapter_number,
         )
         self._number += 1
         self._requests[request.number] = request
@@ -321,14 +428,22 @@ class Sampler:
         """The number of requests that have no slot."""
         return len(self._waiting)
 
-    def score(self, prompt: Sequence[int], top: int = 0) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    @property
+    def waiting_requests(self) -> set[int]:
+        """Their numbers."""
+        return {request.number for request in self._waiting}
+
+    def score(
+        self, prompt: Sequence[int], top: int = 0, adapter: str | None = None
+    ) -> tuple[list[float], list[list[tuple[int, float]]]]:
         """(the log-probability of each token of a prompt but the first, the `top` likeliest tokens in the place of
-        each); also while rows decode. ValueError: as `submit`.
+        each); also while rows decode. adapter: its name. ValueError: as `submit`.
         """
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         if len(tokens) > self.plan.length:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
-        return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top)
+        number = self._adapter(adapter)[0] if self._bank else None
+        return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top, number)
 
     def step(self) -> list[Piece]:
         """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
@@ -417,18 +532,13 @@ class Sampler:
                 yield row
 
     def update(self, model: Decoder) -> None:
-        """Sets the weights to those of a model with the same structure, whose arrays must not be deleted meanwhile.
-        Raises ValueError while requests are not done, for another structure, and for divided weights.
+        """Sets the weights to those of a model with the same structure, whose arrays must not be deleted meanwhile;
+        adapters stay. Raises ValueError while requests are not done, for another structure, and for divided weights.
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
-        structure, leaves = flattened(model)
-        if self._converted is not None:
-            structure, leaves = self._converted.of(structure, leaves)
-        if structure is not self._structure:
-            raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
-        self._leaves = leaves
-        self._decoding.clear()  # for dtypes may be others
+        self._use(self._bank.over(model), only=self._structure)
+        self._base = None if has_adapter(model) else model
         self._prefills.forget()
 
     # ---- filling slots
@@ -484,6 +594,8 @@ class Sampler:
         for array, value in zip(arrays, (*values, *numbers), strict=True):
             array[slot] = value
         self._adjust(slot, request.sampling)
+        if rows.adapter is not None:
+            rows.adapter[slot] = request.adapter
         if rows.delta is not None:
             rows.delta[slot] = 0 if request.pictures is None else request.pictures.delta
         self._sent_rows = None
@@ -580,7 +692,8 @@ class Sampler:
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
         kind = self._kind_of_slots()
-        rows = rows._replace(adjustments=rows.adjustments if kind.adjusts else None, masks=masks)
+        adjustments, adapter = rows.adjustments if kind.adjusts else None, rows.adapter if self._bank else None
+        rows = rows._replace(adjustments=adjustments, masks=masks, adapter=adapter)
         seen = self._seen if kind.penalises else None
         leaves, treedef = jax.tree.flatten(rows)
         shapes = kind, steps, self._capacity, treedef, *(leaf.shape for leaf in leaves)  # the others' follow
@@ -675,3 +788,4 @@ class Sampler:
         elif self._slots[request.slot] is request:
             self._slots[request.slot] = None
             self._change(request.slot, token=0, length=1, active=False)
+        self._free_dropped(request.adapter)

@@ -45,11 +45,13 @@ class SlotPlan:
     # the number of layers, from the first one, that these are of; each product of the layers after them decodes its
     # weight, or casts its experts' adapters, again
     converted_layers: int = 0
+    adapter_bytes: int = 0  # device bytes of a sampler's adapters, or that stay free for them
 
     def __str__(self) -> str:
         size = self.converted_bytes / 1e9
         converted = f", layers converted once: {self.converted_layers}, {size:.2f} GB" if self.converted_layers else ""
-        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{converted}"
+        adapters = f", adapters: {self.adapter_bytes / 1e9:.2f} GB" if self.adapter_bytes else ""
+        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{converted}{adapters}"
 
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.adapters import choose_adapters
 from jaxtune.models.generation.converted import head_of_step
 from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
 from jaxtune.models.generation.limits import MOST_RANKED
@@ -78,6 +79,7 @@ class Rows(NamedTuple):
     # int32[N]: a new token's position less its index in the row, where pictures advance by fewer positions than they
     # have tokens; None for a model that reads no pictures
     delta: Array | None = None
+    adapter: Array | None = None  # int32[N]: the number of the row's adapter, 0: none; None: the model has none
 
 
 def empty_adjustments(count: int, width: int) -> Adjustments:
@@ -181,7 +183,7 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
 
 
 def _prefill(
-    structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None
+    structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None, adapters=None
 ) -> States:
     """The states, with room for `capacity` tokens, after the first lengths[i] tokens of each row i, by the forward pass
     of training.
@@ -189,9 +191,11 @@ def _prefill(
       tokens: int32[R, T], prompts without their last token, padded at the end.
       lengths, totals: int32[R], from 1 to T; tokens of the whole prompt, which choose a longrope model's factors.
       positions: int32[R, T, axes], where they are not the tokens' indices; None: they are.
-      pictures: Pictures of the rows; None: text alone.
+      pictures: Pictures of the rows, then one; None: text alone.
+      adapters: int32[R], the number of each row's adapter, 0: none; None: the model has none.
     """
     model = structure.model(leaves)
+    choose_adapters(model, None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape))
     layout = _rows_layout(model.config, tokens.shape, lengths, totals, positions)
 
     def first_state(layer, spec, residuals):
@@ -201,18 +205,19 @@ def _prefill(
         return _forward(model, tokens, layout, first_state, pictures)
 
 
-def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
+def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals, adapters=None) -> States:
     """The states of G prompts, a row for each, that were concatenated in one row and do not see each other. Mixers must
     all be attention, and layers exchange nothing.
 
       width: the most tokens of a prompt.
       tokens: int32[1, T], prompts without their last token.
       starts, lengths: int32[G], first indices, ascending, and tokens; T and 0 for none.
-      totals: int32[G], as for `_prefill`.
+      totals, adapters: int32[G], as for `_prefill`.
     """
     model, length = structure.model(leaves), tokens.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
     prompt = jnp.maximum((index[:, None] >= starts).sum(1) - 1, 0)
+    choose_adapters(model, None if adapters is None else adapters[prompt][None])
     position = index - starts[prompt]
     segments = jnp.where(position < lengths[prompt], prompt + 1, 0).astype(jnp.int32)
     layout = packed_layout((1, length), segments[None], max_documents=len(starts))
@@ -259,11 +264,12 @@ def _forward(
     return states
 
 
-def _extend(structure: Structure, leaves, states, tokens, starts, totals) -> States:
+def _extend(structure: Structure, leaves, states, tokens, starts, totals, adapters=None) -> States:
     """The states (donated) after C more tokens of each row, a chunk of long prompts. tokens: int32[R, C], without
-    padding. starts: int32[R], tokens that the states contain. totals: int32[R], as for `_prefill`.
+    padding. starts: int32[R], tokens that the states contain. totals, adapters: int32[R], as for `_prefill`.
     """
     model = structure.model(leaves)
+    choose_adapters(model, None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape))
     with jax.named_scope("extend"):
         positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         tables = rotary_tables(model.config, positions, totals[:, None])
@@ -336,6 +342,7 @@ def _decode(
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
     model = structure.model(leaves)
+    choose_adapters(model, None if rows.adapter is None else jnp.asarray(rows.adapter)[:, None])
     splits = split_layers(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable
