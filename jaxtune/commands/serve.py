@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,16 +141,30 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
         readers.serve({name: served.readable for name, served in models.items()})
         # They are made in this order, each with its part of the memory that those before it have left.
         shares = (1 / (len(models) - index) for index in range(len(models)))
-        samplers = {
-            name: functools.partial(
-                Sampler, served.model, options.slots, options.length, memory_share=share, first_at_once=True
+
+        def sampler(served: ServedModel, share: float) -> Sampler:
+            began = time.monotonic()
+            sampler = Sampler(
+                served.model,
+                options.slots,
+                options.length,
+                memory_share=share,
+                first_at_once=True,
+                compiles_beside=True,
             )
+            programs = sampler.prepare()
+            defaults = ", ".join(f"{key} {value:g}" for key, value in served.defaults.items())
+            say(
+                f"{served.name}: {sampler.plan}; programs: {programs.loaded} loaded, {programs.compiled} compiled in "
+                f"{time.monotonic() - began:.1f} s" + f"; unless a request says otherwise: {defaults}" * bool(defaults)
+            )
+            return sampler
+
+        samplers = {
+            name: functools.partial(sampler, served, share)
             for (name, served), share in zip(models.items(), shares, strict=True)
         }
         engine = Engine(samplers, {name: served.tokenizer for name, served in models.items()})
-        for name, plan in engine.plans.items():
-            defaults = ", ".join(f"{key} {value:g}" for key, value in models[name].defaults.items())
-            say(f"{name}: {plan}" + f"; unless a request says otherwise: {defaults}" * bool(defaults))
         with timing.phase("serve"):
             server.Server(models, engine, listener, key, options.timeout, options.grace, readers).run_until_signal()
 

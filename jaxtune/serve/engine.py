@@ -23,6 +23,7 @@ from jaxtune.serve.requests import Row
 from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
+_SCORING_SECONDS = 0.05  # between two looks whether a program that scores is ready
 _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients would wait for minutes
 
 
@@ -111,6 +112,7 @@ class Engine:
         self._samplers = {name: make() for name, make in samplers.items()}
         self._of_request: dict[tuple[str, int], tuple[Answers, int]] = {}  # of the engine's thread
         self._scoring: collections.deque[tuple[Answers, int, Row, Hashable]] = collections.deque()
+        self._scores = False  # whether the last pass scored a prompt
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rows = 0  # that wait or decode, as the event loop counts
         self._ended: ApiError | None = None
@@ -202,8 +204,7 @@ class Engine:
 
     def _drive(self) -> None:
         while self._obey():
-            if self._scoring:
-                self._score_one()
+            self._scores = self._score_one()
             for name in list(self._samplers):
                 if self._samplers[name].pending:
                     self._step(name)
@@ -212,10 +213,10 @@ class Engine:
 
     def _obey(self) -> bool:
         """Calls the queued functions, and waits for one while there are no rows; False after `close`."""
-        waits = not self._scoring and not any(sampler.pending for sampler in self._samplers.values())
+        waits = not self._scores and not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
-                command = self._commands.get(waits)
+                command = self._commands.get(waits, _SCORING_SECONDS if self._scoring else None)
             except queue.Empty:
                 return True
             if command is None:
@@ -299,9 +300,17 @@ class Engine:
         answers.numbers.append(number)
         self._of_request[name, number] = answers, index
 
-    def _score_one(self) -> None:
-        """Scores the prompt of the row that waits longest for it, and submits the row."""
-        answers, index, row, client = self._scoring.popleft()
+    def _score_one(self) -> bool:
+        """Scores the prompt of the row that waits longest, of those whose programs are ready, and submits the row.
+        Returns whether there was one.
+        """
+        place = next(
+            (place for place, (answers, _, row, _) in enumerate(self._scoring) if self._can_score(answers, row)), None
+        )
+        if place is None:
+            return False
+        answers, index, row, client = self._scoring[place]
+        del self._scoring[place]
         try:
             answers.put(index, PromptScores(*self._sampler(answers.model).score(row.prompt, row.top_logprobs)))
             self._place(answers, index, row, client)
@@ -309,6 +318,13 @@ class Engine:
             answers.put(index, _Failed(_refusal(refused)))
         except BaseException as failed:  # as in _submit
             answers.put(index, _Failed(self._failed(failed)))
+        return True
+
+    def _can_score(self, answers: Answers, row: Row) -> bool:
+        try:
+            return self._sampler(answers.model).can_score(len(row.prompt))
+        except Exception:  # which scoring raises again
+            return True
 
     def _forget(self, answers: Answers) -> None:
         sampler = self._samplers.get(answers.model)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -29,6 +30,7 @@ from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted, convertible_of
 from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
+from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
 from jaxtune.models.generation.requests import (
     Constraint,
     Decodes,
@@ -52,18 +54,24 @@ from jaxtune.models.generation.slot_plan import (
     SLOTS,
     SlotPlan,
     length_bucket,
+    next_power,
     plan_slots,
     prefilled_at_once,
     room_bytes,
     slot_bytes,
 )
 from jaxtune.models.generation.structure import flattened
+from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _FEWEST_BIASES = 8  # and that of biases
 _FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
+_USUAL_LENGTH = 512  # tokens of a row for which `prepare` has programs beside those of the longest
+_IDLE_SECONDS = 0.05  # of a step in which all rows wait for programs
+_GREEDY, _MOST = Kind(False, False, False), Kind(True, True, True, True, True)
+_USUAL = _GREEDY, Kind(True, False, False), Kind(True, True, False)
 
 
 @dataclasses.dataclass
@@ -110,6 +118,8 @@ class Sampler:
       prefills_alone: a row's bits do not depend on other prompts.
       first_at_once: while few slots are taken, a new row's first round has one step, so that its first token comes
         early; a program more is compiled.
+      compiles_beside: a program that is missing is compiled in a thread, while its row waits and others go on, or runs
+        in a larger one that `prepare` or an earlier row has compiled.
 
     Attributes:
       plan: the SlotPlan in use.
@@ -132,6 +142,7 @@ class Sampler:
         prefill_tokens: int = PREFILL_TOKENS,
         prefills_alone: bool = False,
         first_at_once: bool = False,
+        compiles_beside: bool = False,
     ):
         for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -160,14 +171,26 @@ class Sampler:
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
+        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
+        devices = {device for leaf in self._leaves for device in leaf.devices()}
+        self._ready = Ready(
+            Shapes(self._programs, self._structure, self._shapes, min(devices, key=lambda d: d.id), self._rows),
+            compiles_beside,
+        )
         self._prefills = Prefills(
-            self._programs, self._structure, self._shapes, prefill_tokens, at_once, one_at_a_time=alone
+            self._programs,
+            self._structure,
+            self._shapes,
+            prefill_tokens,
+            at_once,
+            one_at_a_time=alone,
+            ready=self._ready,
         )
         self._waiting: collections.deque[Request] = collections.deque()
         self._unordered = False  # whether clients must take turns anew
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
-        self._decoding: dict[Hashable, Callable] = {}  # programs of rounds by what their shapes follow from
+        self._decoding: dict[Decode, Callable] = {}  # programs of rounds
         self._rounds: collections.deque[_Round] = collections.deque()
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
@@ -180,7 +203,13 @@ class Sampler:
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
         self._changed, self._new_live = np.zeros(count, bool), jax.tree.map(np.array, self._live)
-        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
+        if compiles_beside:  # as every program's kind may have them
+            self._rows = self._rows._replace(adjustments=device.empty_adjustments(count, _FEWEST_BIASES))
+        self._longest = length_bucket(self.plan.length)
+        self._whole = deterministic or (
+            compiles_beside and device.reads_lengths(self._structure, self._shapes, count, self._longest)
+        )
+        self._refused: list[tuple[Request, str]] = []  # whose programs could not be compiled
         self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
 
     def __enter__(self) -> Self:
@@ -195,6 +224,7 @@ class Sampler:
             self.cancel(number)
         self._closed, self._states, self._seen = True, None, None
         self._end()
+        self._ready.close()
 
     # ---- requests
 
@@ -330,6 +360,12 @@ class Sampler:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
         return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top)
 
+    def can_score(self, count: int) -> bool:
+        """Whether `score` of a prompt of so many tokens needs to compile nothing; otherwise that is compiled in a
+        thread with `compiles_beside`. RuntimeError: in vain.
+        """
+        return self._ready.choose([Score(length_bucket(count))]) is not None
+
     def step(self) -> list[Piece]:
         """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
         two are dispatched or none was needed. Returns new pieces, at most one a request; [] does not mean done.
@@ -346,6 +382,8 @@ class Sampler:
                     self._read_round()
             elif self._rounds:
                 self._read_round()
+            elif self._waiting and self._ready.beside and not self._pieces:
+                self._ready.wait(_IDLE_SECONDS)
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -454,20 +492,71 @@ class Sampler:
             new = in_turns(request for request in self._waiting if not request.placements)
             self._waiting = collections.deque([*again, *new])
         budget = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
-        self._reserve(list(itertools.islice(self._waiting, len(free))))
-        while free and self._waiting:
-            batch = self._prefills.ready(self._waiting[0])
+        self._reserve(list(itertools.islice(self._served(grows=True), len(free))))
+        while free and (request := next(self._served(), None)) is not None:
+            batch = self._prefills.ready(request)
             if batch is None:
                 if budget <= 0:
                     break
-                budget -= self._prefills.advance(self._leaves, self._waiting, len(free), budget, self._capacity)
+                budget -= self._prefills.advance(self._leaves, self._served(), len(free), budget, self._capacity)
                 continue
             placed = []
-            while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
-                request = self._waiting.popleft()
+            while free and request is not None and self._prefills.ready(request) is batch:
+                self._waiting.remove(request)
                 placed.append((self._prefills.take(request), free[0]))
                 self._place(request, free.pop(0))
+                request = next(self._served(), None)
             self._states = batch.insert(self._programs, self._states, placed)
+        refused, self._refused = self._refused, []
+        for request, error in refused:
+            self._finish(request, [], [], "failed", error=error)
+
+    def _served(self, grows: bool = False) -> Iterator[Request]:
+        """Those that wait, in order, without rows whose programs are being compiled. grows: also with longer rows than
+        the caches have room for.
+        """
+        if not self._ready.beside:
+            yield from self._waiting
+            return
+        for request in [*self._waiting]:
+            if (grows or request.limit <= self._capacity) and self._serves(request):
+                yield request
+
+    def _serves(self, request: Request) -> bool:
+        """Whether all programs are ready that a row needs, in a batch with those in the slots."""
+        try:
+            capacity = self._capacity_for(request.limit)
+            return (
+                capacity is not None and self._decodes(request, capacity) and self._prefills.serves(request, capacity)
+            )
+        except RuntimeError as error:
+            if all(refused is not request for refused, _ in self._refused):
+                self._refused.append((request, str(error)))
+            return False
+
+    def _capacity_for(self, limit: int) -> int | None:
+        """That of the slots, or a longer one, for rows of so many tokens; None if its programs are not ready."""
+        if limit <= self._capacity:
+            return self._capacity
+        capacities = [capacity for capacity in self._usual_capacities() if capacity >= limit]
+        index = self._ready.choose(*map(self._sizes, capacities))
+        return None if index is None else capacities[index]
+
+    def _decodes(self, request: Request, capacity: int) -> bool:
+        rows = [row for row in (request, *self._slots) if row is not None]
+        size = self._size(functools.reduce(Kind.__or__, (row.sampling.kind for row in rows)), self._steps, False)
+        ends, biases = len(request.ends), len(request.sampling.biases)
+        size = dataclasses.replace(
+            size,
+            capacity=capacity,
+            ends=max(size.ends, next_power(ends)),
+            biases=max(size.biases, next_power(biases)) if size.kind.adjusts else 0,
+        )
+        sizes = [size]
+        if any(row.constraint is not None for row in rows):
+            sizes.append(dataclasses.replace(size, steps=1, masks=True))
+        missing = [size for size in sizes if self._ready.decode(size) is None]
+        return self._ready.choose(missing) is not None
 
     def _place(self, request: Request, slot: int) -> None:
         """Sets a slot's numbers and settings for the next round; the caller copies the states."""
@@ -489,11 +578,9 @@ class Sampler:
         self._sent_rows = None
         if request.sampling.kind.penalises:
             if self._seen is None:
-                self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
-            padded = np.zeros(length_bucket(len(request.tokens)), np.int32)
-            padded[: len(request.tokens)] = request.tokens
-            counts = np.int32(request.start), np.int32(len(request.tokens))
-            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, *counts)
+                self._seen = self._empty_seen()
+            counts = device.seen_counts(request.tokens, request.start, self.config.vocab_size)
+            self._seen = self._programs.mark(self._seen, np.int32(slot), counts)
 
     def _adjust(self, slot: int, sampling: Sampling) -> None:
         """Sets a slot's Adjustments, which the arrays have once a request needs them."""
@@ -503,7 +590,7 @@ class Sampler:
                 return
             adjustments = device.empty_adjustments(len(self._slots), _FEWEST_BIASES)
         if (added := count - adjustments.bias.shape[1]) > 0:
-            added += (1 << (count - 1).bit_length()) - count
+            added += next_power(count) - count
             wide = (np.pad(array, ((0, 0), (0, added))) for array in adjustments[2:])
             adjustments = device.Adjustments(*adjustments[:2], *wide)
         self._rows = self._rows._replace(adjustments=adjustments)
@@ -519,7 +606,7 @@ class Sampler:
     def _widen_ends(self, columns: int) -> None:
         present_columns = self._rows.ends.shape[1]
         if columns > present_columns:
-            added_columns = (1 << (columns - 1).bit_length()) - present_columns
+            added_columns = next_power(columns) - present_columns
             self._rows = self._rows._replace(
                 ends=np.pad(self._rows.ends, ((0, 0), (0, added_columns)), constant_values=-1)
             )
@@ -540,20 +627,72 @@ class Sampler:
         """
         if all(request.limit <= self._capacity for request in nearest):
             return
+        if self._ready.beside:
+            self._grow(max(self._capacity_for(request.limit) or 0 for request in nearest))
+            return
         live_requests = [*self._waiting, *(request for request in self._slots if request is not None)]
-        most = self.plan.length if self._deterministic else max(request.limit for request in live_requests)
-        capacity = length_bucket(most)
+        most = self.plan.length if self._whole else max(request.limit for request in live_requests)
+        self._grow(length_bucket(most))
+
+    def _grow(self, capacity: int) -> None:
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
         else:
+            if self._ready.beside:  # the programs that insert what is prefilled may not be ready
+                self._prefills.forget()
             shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
             leaves, treedef = jax.tree.flatten(self._states)
             self._states = None  # so that each array is freed after its copy
             for index, new in enumerate(jax.tree.leaves(shapes)):
                 if leaves[index].shape != new.shape:
-                    leaves[index] = device.grown(leaves[index], new.shape)
+                    leaves[index] = self._programs.grow(new.shape, leaves[index])
             self._states = jax.tree.unflatten(treedef, leaves)
         self._capacity = capacity
+
+    # ---- programs
+
+    def prepare(self) -> Prepared:
+        """Loads or compiles, at the same time, the programs of usual rows, and allocates the slots' caches, with
+        `compiles_beside` in their whole length if a longer cache takes a step no longer.
+        """
+        capacities = self._usual_capacities()
+        sizes = [self._size(kind, self._steps, False, capacity) for kind in _USUAL for capacity in capacities]
+        prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
+        if self._states is None:
+            self._grow(capacities[0])
+            self._seen = self._empty_seen()
+        return prepared
+
+    def _usual_capacities(self) -> list[int]:
+        return (
+            [self._longest]
+            if self._whole
+            else sorted({min(length_bucket(_USUAL_LENGTH), self._longest), self._longest})
+        )
+
+    def _sizes(self, capacity: int) -> list[Size]:
+        """All that must be ready before the slots' caches have this capacity."""
+        of_most = [self._size(_MOST, *how, capacity) for how in ((self._steps, False), (1, True))]
+        shorter = {self._capacity} if self._capacity else {c for c in self._usual_capacities() if c < capacity}
+        return [*of_most, *self._prefills.usual(capacity), *(Grow(c, capacity) for c in shorter), Mark()]
+
+    def _size(self, kind: Kind, steps: int, masks: bool, capacity: int | None = None) -> Decode:
+        """With the columns that the slots' arrays have. capacity: None: that of the slots."""
+        adjustments = self._rows.adjustments
+        biases = _FEWEST_BIASES if adjustments is None else adjustments.bias.shape[1]
+        columns = self._rows.ends.shape[1], biases if kind.adjusts else 0
+        return Decode(kind, steps, self._capacity if capacity is None else capacity, *columns, masks)
+
+    def _of_round(self, steps: int, masks: bool) -> Decode:
+        """The program of a round, as small as there is, and with more steps if there is none with so few."""
+        exact = self._size(self._kind_of_slots(), steps, masks)
+        size = self._ready.decode(exact)
+        if size != exact:
+            self._ready.choose([exact], ())
+        return size or (exact if masks or steps == self._steps else self._of_round(self._steps, masks))
+
+    def _empty_seen(self) -> jax.Array:
+        return jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
 
     # ---- rounds
 
@@ -574,20 +713,18 @@ class Sampler:
         """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
         host's changes of slots take effect in it.
         """
-        steps = 1 if masks is not None or self._joined() else self._steps
+        size = self._of_round(1 if masks is not None or self._joined() else self._steps, masks is not None)
+        kind, steps = size.kind, size.steps
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
-        kind = self._kind_of_slots()
         rows = rows._replace(adjustments=rows.adjustments if kind.adjusts else None, masks=masks)
         seen = self._seen if kind.penalises else None
-        leaves, treedef = jax.tree.flatten(rows)
-        shapes = kind, steps, self._capacity, treedef, *(leaf.shape for leaf in leaves)  # the others' follow
         arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
-        if shapes not in self._decoding:
-            self._decoding[shapes] = self._programs.decode.program(self._structure, kind, steps, *arguments)
-        self._states, self._live, seen, emitted = self._decoding[shapes](*arguments)
+        if size not in self._decoding:
+            self._decoding[size] = self._programs.decode.program(self._structure, kind, steps, *arguments)
+        self._states, self._live, seen, emitted = self._decoding[size](*arguments)
         self._seen = seen if kind.penalises else self._seen
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
@@ -612,6 +749,8 @@ class Sampler:
         kind = Kind(False, False, False)
         for request in self._slots:
             kind = kind if request is None else kind | request.sampling.kind
+        if self._ready.beside:
+            return kind
         if kind not in self._kinds:
             self._kinds.append(kind | self._kinds[-1] if self._kinds else kind)
             kind = self._kinds[-1]

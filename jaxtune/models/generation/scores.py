@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 
 from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.models.generation.structure import Structure
+from jaxtune.models.programs.kept import Function
 
 _CHUNK = 512  # tokens whose logits are in memory at once
 
@@ -25,7 +25,7 @@ def prompt_scores(
     """
     row = np.zeros((1, padded), np.int32)
     row[0, : len(tokens)] = tokens
-    logprobs, (ids, of_ids) = jax.tree.map(np.asarray, _scored(structure, list(leaves), row, np.int32(len(tokens))))
+    logprobs, (ids, of_ids) = jax.tree.map(np.asarray, scored(structure, list(leaves), row, np.int32(len(tokens))))
     count = len(tokens) - 1
     tops = [
         list(zip(ids[i, :top].tolist(), of_ids[i, :top].tolist(), strict=True)) if top else [] for i in range(count)
@@ -33,7 +33,6 @@ def prompt_scores(
     return logprobs[:count].tolist(), tops
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _scored(structure: Structure, leaves, tokens, length):
     """(float32[T]: the log-probability of the token after each, (int32[T, K], float32[T, K]): the likeliest ones).
 
@@ -55,3 +54,6 @@ def _scored(structure: Structure, leaves, tokens, length):
 
     results = jax.lax.map(scores, tuple(piece.reshape(-1, chunk, *piece.shape[1:]) for piece in pieces))
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:])[:width], results)
+
+
+scored = Function(_scored, 1)
