@@ -26,7 +26,10 @@ KINDS = (
     {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"logit_bias": {3: 2.0, 5: -4.0}, "min_new_tokens": 3},
 )
-UNUSUAL = {"eos_token_ids": [1, 2, 3, 4, 5, 6]}  # more than the programs have columns for
+UNUSUAL = {
+    "ends": {"eos_token_ids": [1, 2, 3, 4, 5, 6]},
+    "biases": {"eos_token_ids": (), "logit_bias": {token: 0.1 * token for token in range(20)}},
+}  # for which the programs have too few columns
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,8 @@ def test_drawn_rows_compile_nothing_once_prepared(model, patient, compilations, 
         assert_same(results, answers(plain, rows))
 
 
-def test_a_missing_program_keeps_only_its_row_waiting(model, patient, monkeypatch):
+@pytest.mark.parametrize("unusual", UNUSUAL)
+def test_a_missing_program_keeps_only_its_row_waiting(model, patient, monkeypatch, compilations, unusual):
     compiles, goes_on = threading.Event(), threading.Event()
     with made(model) as sampler:
         sampler.prepare()
@@ -115,7 +119,7 @@ def test_a_missing_program_keeps_only_its_row_waiting(model, patient, monkeypatc
 
         monkeypatch.setattr(ready, "prepare", slow)
         rows = drawn(np.random.default_rng(3), 12)
-        waits = sampler.submit([5, 6, 7], 9, **UNUSUAL)
+        waits = sampler.submit([5, 6, 7], 9, **UNUSUAL[unusual])
         assert [len(ids) > 0 for ids, _ in rest(sampler, rows, until=compiles)] == [True] * len(rows)
         assert sampler.pending == sampler.waiting == 1
         goes_on.set()
@@ -124,8 +128,11 @@ def test_a_missing_program_keeps_only_its_row_waiting(model, patient, monkeypatc
             for piece in sampler.step():
                 assert piece.request == waits
                 ids += piece.ids
+        compilations.clear()
+        answers(sampler, rows)  # no kind of rows needs a program for as many columns
+        assert compilations == []
     with Sampler(model, slots=4, length=LENGTH) as plain:
-        assert ids == answers(plain, [([5, 6, 7], 9, UNUSUAL)])[0][0]
+        assert ids == answers(plain, [([5, 6, 7], 9, UNUSUAL[unusual])])[0][0]
 
 
 def rest(sampler: Sampler, rows, until: threading.Event) -> list[tuple[list[int], list[float]]]:
@@ -146,7 +153,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_row_alone(model, patient, mo
         sampler.prepare()
         monkeypatch.setattr(ready, "prepare", fails)
         for _ in range(2):
-            number, other = sampler.submit([5, 6, 7], 9, **UNUSUAL), sampler.submit([5], 4, eos_token_ids=())
+            number, other = sampler.submit([5, 6, 7], 9, **UNUSUAL["ends"]), sampler.submit([5], 4, eos_token_ids=())
             ends = {}
             while sampler.pending:
                 ends |= {piece.request: piece for piece in sampler.step() if piece.finish_reason}

@@ -69,7 +69,7 @@ _FEWEST_BIASES = 8  # and that of biases
 _FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 _USUAL_LENGTH = 512  # tokens of a row for which `prepare` has programs beside those of the longest
-_IDLE_SECONDS = 0.05  # of a step in which all rows wait for programs
+_IDLE_SECONDS = 0.01  # of a step in which all rows wait for programs
 _GREEDY, _MOST = Kind(False, False, False), Kind(True, True, True, True, True)
 _USUAL = _GREEDY, Kind(True, False, False), Kind(True, True, False)
 
@@ -544,14 +544,13 @@ class Sampler:
 
     def _decodes(self, request: Request, capacity: int) -> bool:
         rows = [row for row in (request, *self._slots) if row is not None]
-        size = self._size(functools.reduce(Kind.__or__, (row.sampling.kind for row in rows)), self._steps, False)
-        ends, biases = len(request.ends), len(request.sampling.biases)
-        size = dataclasses.replace(
-            size,
-            capacity=capacity,
-            ends=max(size.ends, next_power(ends)),
-            biases=max(size.biases, next_power(biases)) if size.kind.adjusts else 0,
-        )
+        kind = functools.reduce(Kind.__or__, (row.sampling.kind for row in rows))
+        size = self._size(_MOST, self._steps, False, capacity)
+        ends, biases = next_power(len(request.ends)), next_power(len(request.sampling.biases))
+        if ends > size.ends or biases > size.biases:  # then no program serves the next rows but those with so many
+            size = dataclasses.replace(size, ends=max(ends, size.ends), biases=max(biases, size.biases))
+        else:
+            size = self._size(kind, self._steps, False, capacity)
         sizes = [size]
         if any(row.constraint is not None for row in rows):
             sizes.append(dataclasses.replace(size, steps=1, masks=True))
