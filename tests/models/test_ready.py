@@ -193,6 +193,19 @@ def test_what_a_larger_program_serves_is_compiled_later(model, monkeypatch):
         assert_same(answers(sampler, rows), first)
 
 
+def test_an_update_keeps_ready_what_other_arrays_have(model):
+    """Weights of another dtype have programs of their own."""
+    with made(model) as sampler:
+        sampler.prepare()
+        ready_sizes = set(sampler._ready._queue.ready)
+        sampler.update(model)
+        assert sampler._ready._queue.ready == ready_sizes
+        leaves = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in sampler._leaves]
+        sampler._ready.use(sampler._structure, leaves)
+        assert ready.Mark() in sampler._ready._queue.ready
+        assert not any(isinstance(size, ready.Decode | ready.Prefill) for size in sampler._ready._queue.ready)
+
+
 def test_deterministic_rows_run_in_programs_of_their_own_length(model, patient):
     rows = [([3] * length, 5, {}) for length in (3, 20, 40)]
     with made(model, deterministic=True) as sampler:

@@ -89,7 +89,7 @@ class Decode:
 type Size = Prefill | Pack | Extend | Insert | Grow | Mark | Score | Decode
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Shapes:
     """Makes the calls of a sampler's programs from their sizes.
 
@@ -172,6 +172,16 @@ class Ready:
         self._thread: threading.Thread | None = None
         self.close = lifetimes.end_with(self, _end, self._queue)
 
+    def use(self, structure: Structure, arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """Takes another model: what this process has for it stays ready."""
+        before = self._queue.shapes
+        if structure is before.structure and tuple(arrays) == before.arrays:
+            return
+        shapes = dataclasses.replace(before, structure=structure, arrays=tuple(arrays))
+        with self._queue.changed:
+            ready = {size for size in self._queue.ready if all(c.function.has(c) for c in shapes.calls(size))}
+            self._queue.use(shapes, ready)
+
     def prepare(self, sizes: Sequence[Size]) -> Prepared:
         """Loads or compiles programs, all at the same time; the slowest should come first."""
         calls = [call for size in dict.fromkeys(sizes) for call in self._queue.shapes.calls(size)]
@@ -225,6 +235,11 @@ class _Queue:
         self._failed: dict[Size, Exception] = {}
         self._due: dict[Size, float] = {}  # when each begins
 
+    def use(self, shapes: Shapes, ready: set[Size]) -> None:
+        self.shapes, self.ready = shapes, ready
+        self._failed.clear()
+        self._due.clear()
+
     def want(self, sizes: Sequence[Size], seconds: float) -> None:
         due = time.monotonic() + seconds
         for size in sizes:
@@ -236,18 +251,19 @@ class _Queue:
 
     def run(self) -> None:
         while (size := self._following()) is not None:
-            error = None
+            shapes, error = self.shapes, None
             try:
-                prepare(self.shapes.calls(size))
+                prepare(shapes.calls(size))
             except Exception as raised:  # of a device or a compiler
                 error = raised
                 logger.warning("a program was not compiled (%s): %s", size, error)
             with self.changed:
-                del self._due[size]
-                if error is None:
-                    self.ready.add(size)
-                else:
-                    self._failed[size] = error
+                if shapes is self.shapes:
+                    del self._due[size]
+                    if error is None:
+                        self.ready.add(size)
+                    else:
+                        self._failed[size] = error
                 self.changed.notify_all()
 
     def _following(self) -> Size | None:

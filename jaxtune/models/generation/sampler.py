@@ -172,11 +172,9 @@ class Sampler:
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
-        devices = {device for leaf in self._leaves for device in leaf.devices()}
-        self._ready = Ready(
-            Shapes(self._programs, self._structure, self._shapes, min(devices, key=lambda d: d.id), self._rows),
-            compiles_beside,
-        )
+        where = min(self._leaves[0].devices(), key=lambda device: device.id)
+        shapes = Shapes(self._programs, self._structure, self._shapes, where, self._rows)
+        self._ready = Ready(shapes, compiles_beside)
         self._prefills = Prefills(
             self._programs,
             self._structure,
@@ -467,6 +465,7 @@ class Sampler:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
         self._leaves = leaves
         self._decoding.clear()  # for dtypes may be others
+        self._ready.use(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
         self._prefills.forget()
 
     # ---- filling slots

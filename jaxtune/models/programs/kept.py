@@ -271,6 +271,11 @@ class Function:
     def forget(self, call: Call) -> None:
         del self._programs[call.key]
 
+    def has(self, call: Call) -> bool:
+        """Whether this process has the program."""
+        future = self._programs.get(call.key)
+        return future is not None and future.done()
+
     def request(self, call: Call) -> Request:
         statics, _, _, device, _ = call.key
 
