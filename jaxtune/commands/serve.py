@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -156,13 +157,20 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
         base = next(iter(models.values()))
 
         def sampler(adapters: Mapping[str, Adapter]) -> Sampler:
+            began = time.monotonic()
             settings = dict(slots=options.slots, length=options.length, adapter_ranks=ranks)
-            return Sampler(base.model, first_at_once=True, adapters=adapters, **settings)
+            sampler = Sampler(base.model, first_at_once=True, compiles_beside=True, adapters=adapters, **settings)
+            programs = sampler.prepare()
+            defaults = ", ".join(f"{key} {value:g}" for key, value in base.defaults.items())
+            say(
+                f"{', '.join((base.name, *adapters))}: {sampler.plan}; programs: {programs.loaded} loaded, "
+                f"{programs.compiled} compiled in {time.monotonic() - began:.1f} s"
+                + f"; unless a request says otherwise: {defaults}"
+                * bool(defaults)
+            )
+            return sampler
 
         engine = Engine(sampler, models)
-        defaults = ", ".join(f"{key} {value:g}" for key, value in base.defaults.items())
-        names = ", ".join(models)
-        say(f"{names}: {engine.plan}" + f"; unless a request says otherwise: {defaults}" * bool(defaults))
         with timing.phase("serve"):
             limits = options.timeout, options.grace
             server.Server(engine, listener, key, *limits, readers, folder).run_until_signal()

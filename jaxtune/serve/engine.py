@@ -21,6 +21,7 @@ from jaxtune.serve.served import ServedModel
 from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
+_SCORING_SECONDS = 0.05  # between two looks whether a program that scores is ready
 _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients would wait for minutes
 
 
@@ -112,6 +113,7 @@ class Engine:
         self._sampler: Sampler | None = sampler  # None after a failure
         self._of_request: dict[int, tuple[Answers, int]] = {}  # of the engine's thread
         self._scoring: collections.deque[tuple[Answers, int, Row, Hashable]] = collections.deque()
+        self._scores = False  # whether the last pass scored a prompt
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rows = 0  # that wait or decode, as the event loop counts
         self._ended: ApiError | None = None
@@ -229,8 +231,7 @@ class Engine:
 
     def _drive(self) -> None:
         while self._obey():
-            if self._scoring:
-                self._score_one()
+            self._scores = self._score_one()
             if self._sampler is not None and self._sampler.pending:
                 self._step(self._sampler)
             self._count()
@@ -248,10 +249,10 @@ class Engine:
 
     def _obey(self) -> bool:
         """Calls the queued functions, and waits for one while there are no rows; False after `close`."""
-        waits = not self._scoring and (self._sampler is None or not self._sampler.pending)
+        waits = not self._scores and (self._sampler is None or not self._sampler.pending)
         while True:
             try:
-                command = self._commands.get(waits)
+                command = self._commands.get(waits, _SCORING_SECONDS if self._scoring else None)
             except queue.Empty:
                 return True
             if command is None:
@@ -307,8 +308,8 @@ class Engine:
     def _unload(self, name: str) -> None:
         if self.served(name).adapter is None:
             raise ApiError(400, f"model {name!r} is no adapter: it stays as long as the server")
-        while any(answers.served.name == name for answers, *_ in self._scoring):
-            self._score_one()
+        while any(is_its := [answers.served.name == name for answers, *_ in self._scoring]):
+            self._score(is_its.index(True))
         if self._sampler is not None:
             self._sampler.drop_adapter(name)
         self.models = {other: served for other, served in self.models.items() if other != name}
@@ -358,9 +359,20 @@ class Engine:
         answers.numbers.append(number)
         self._of_request[number] = answers, index
 
-    def _score_one(self) -> None:
-        """Scores the prompt of the row that waits longest for it, and submits the row."""
-        answers, index, row, client = self._scoring.popleft()
+    def _score_one(self) -> bool:
+        """Scores the prompt of the row that waits longest, of those whose programs are ready, and submits the row.
+        Returns whether there was one.
+        """
+        for place, (answers, _, row, _) in enumerate(self._scoring):
+            if self._can_score(answers, row):
+                self._score(place)
+                return True
+        return False
+
+    def _score(self, place: int) -> None:
+        """Scores a row's prompt, by programs that may have to be compiled first, and submits it."""
+        answers, index, row, client = self._scoring[place]
+        del self._scoring[place]
         try:
             scores = self._live_sampler().score(row.prompt, row.top_logprobs, answers.served.adapter)
             answers.put(index, PromptScores(*scores))
@@ -369,6 +381,12 @@ class Engine:
             answers.put(index, _Failed(_refusal(refused)))
         except BaseException as failed:  # as in _reported
             answers.put(index, _Failed(self._failed(failed)))
+
+    def _can_score(self, answers: Answers, row: Row) -> bool:
+        try:
+            return self._live_sampler().can_score(len(row.prompt), answers.served.adapter)
+        except Exception:  # which scoring raises again
+            return True
 
     def _forget(self, answers: Answers) -> None:
         for number in answers.numbers:

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.ready import Extend, Insert, Pack, Prefill, Ready, Size
 from jaxtune.models.generation.requests import Request
-from jaxtune.models.generation.slot_plan import length_bucket
+from jaxtune.models.generation.slot_plan import length_bucket, next_power
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.layers.attention import Attention
 
@@ -22,6 +23,7 @@ _SMALLEST = 16  # prompts are padded to at least this many tokens
 _SHORTEST_PACKED = 128  # from this padded length on, prompts are packed; caches of shorter ones are as long as this
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 _NO_SLOT = np.iinfo(np.int32).max  # a slot to which nothing is copied
+_LEAST_USUAL, _STEP = 32, 4  # widths that are compiled ahead: the longest, and each a quarter of the one before
 _AHEAD = 2  # with fewer of them, prompts are prefilled for which no slot is free yet
 
 
@@ -75,6 +77,7 @@ class Prefills:
 
       structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
+      ready: where the program for a prompt's length is not compiled, a longer one's is used; not with one_at_a_time.
       gated: whether rows may have adapters.
 
     Attributes:
@@ -89,11 +92,12 @@ class Prefills:
         chunk: int,
         at_once: int,
         one_at_a_time: bool,
+        ready: Ready,
         gated: bool = False,
     ):
         self._programs, self._one = programs, one_at_a_time
         self.use(structure, shapes, gated)
-        self._chunk, self._at_once = chunk, at_once
+        self._chunk, self._at_once, self._ready = chunk, at_once, ready
         layers = structure.model(shapes).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
         alone = not any(layer.takes or layer.gives for layer in layers)
@@ -111,7 +115,7 @@ class Prefills:
 
     def use(self, structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], gated: bool) -> None:
         """Takes the model with other adapters; states of prompts stay."""
-        self._structure, self._shapes, self._gated = structure, shapes, gated
+        self._structure, self._shapes, self._gated = structure, tuple(shapes), gated
 
     def add_waiting(self, request: Request) -> bytes:
         """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
@@ -172,35 +176,91 @@ class Prefills:
         first = nearest[0]
         count = len(first.tokens) - 1
         if count == 0:
-            states = device.empty_states(self._structure, self._shapes, 1, 1)
+            shapes = device.states_shape(self._structure, self._shapes, 1, 1)
+            states = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
             self._keep(Batch(states, {first.key: 0}))
             return 1
         if first.pictures is not None:
-            self._keep(Batch(self._prefill(leaves, [first], count, _padded(count)), {first.key: 0}))
+            self._keep(Batch(self._prefill(leaves, [first], count, _padded(count), _padded(count)), {first.key: 0}))
             return _padded(count)
+        width, room = self._chosen(count, capacity) or (_padded(count), length_bucket(count))
         if count > self._chunk:
-            begin = (count - 1) % self._chunk + 1
-            self._long = _Long(first, self._prefill(leaves, [first], begin, length_bucket(count)), begin)
-            return _padded(begin)
-        width = _padded(count)
+            begin = self._begin(count)
+            self._long = _Long(first, self._prefill(leaves, [first], begin, room, width), begin)
+            return width
         alike = [r for r in nearest if r.pictures is None and len(r.tokens) > 1]
         candidates = {r.key: r for r in alike if _padded(len(r.tokens) - 1) <= capacity}
         candidates = [request for request in candidates.values() if self.ready(request) is None]
-        if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
-            alike = [request for request in candidates if _power(len(request.tokens) - 1) == _power(count)]
-            if (size := self._packed(leaves, alike, _power(count), budget)) is not None:
+        if self._packs and _SHORTEST_PACKED <= next_power(count) <= self._chunk // 2:
+            alike = [request for request in candidates if next_power(len(request.tokens) - 1) == next_power(count)]
+            if (size := self._packed(leaves, alike, next_power(count), budget, capacity)) is not None:
                 return size
             candidates = [first]
-        alike = [request for request in candidates if _padded(len(request.tokens) - 1) == width]
+        alike = [request for request in candidates if _padded(count) <= _padded(len(request.tokens) - 1) <= width]
         rows = max(1, self._chunk // width)
         # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
-        batch_requests = alike[: rows if len(alike) >= rows and not self._one else 1]
-        self._keep(
-            Batch(self._prefill(leaves, batch_requests, width, width), {r.key: i for i, r in enumerate(batch_requests)})
-        )
+        full = len(alike) >= rows and not self._one
+        full = full and self._ready.choose(_batch_sizes(rows, width, capacity), ()) == 0
+        batch_requests = alike[: rows if full else 1]
+        states = self._prefill(leaves, batch_requests, width, width, width)
+        self._keep(Batch(states, {r.key: i for i, r in enumerate(batch_requests)}))
         return width * len(batch_requests)
 
-    def _packed(self, leaves, alike: Sequence[Request], power: int, budget: float) -> int | None:
+    def serves(self, request: Request, capacity: int) -> bool:
+        """Whether the programs for a prompt are compiled; otherwise they are being compiled. RuntimeError: in vain."""
+        count = len(request.tokens) - 1
+        if count == 0:
+            return self._ready.choose([Insert(capacity, 1, 1)]) is not None
+        return request.pictures is not None or self._chosen(count, capacity) is not None
+
+    def usual(self, capacity: int) -> list[Size]:
+        """The programs that serve all prompts whose rows fit into `capacity`, each longer than it by at most some
+        times; the slowest first.
+        """
+        sizes: list[Size] = [Insert(capacity, 1, 1)]
+        width = min(_padded(self._chunk), capacity)
+        if capacity > self._chunk:
+            sizes += self._long_sizes(width, capacity, capacity)
+        power = _SHORTEST_PACKED
+        while self._packs and power <= self._chunk // 2 and power // 2 < capacity:
+            for size in dict.fromkeys((self._at_once, self._chunk)):
+                sizes += self._pack_sizes(size, min(power, capacity), capacity)
+            power *= 2
+        while True:
+            rows = {1} if self._packs or self._one else {1, max(1, self._chunk // width)}
+            for count in sorted(rows):
+                sizes += _batch_sizes(count, width, capacity)
+            if width <= _LEAST_USUAL:
+                return sorted(sizes, key=_tokens, reverse=True)
+            width = _padded(width // _STEP)
+
+    def _chosen(self, count: int, capacity: int) -> tuple[int, int] | None:
+        """(width of the program for a prompt, or for the first part of a long one; the capacity of its states); None
+        if none is compiled.
+        """
+        long = count > self._chunk
+        least, most = (self._begin(count), self._chunk) if long else (count, min(self._chunk, capacity))
+        widths = [_padded(least)]
+        while not self._one and widths[-1] < most:
+            widths.append(_padded(widths[-1] + 1))
+        rooms = [length_bucket(count), capacity] if long and not self._one else [length_bucket(count)]
+        pairs = [(width, room if long else width) for width in widths for room in rooms]
+        sizes = (self._long_sizes(*pair, capacity) if long else _batch_sizes(1, pair[0], capacity) for pair in pairs)
+        index = self._ready.choose(*sizes)
+        return None if index is None else pairs[index]
+
+    def _begin(self, count: int) -> int:
+        """The tokens of a long prompt before its whole chunks."""
+        return (count - 1) % self._chunk + 1
+
+    def _long_sizes(self, width: int, room: int, capacity: int) -> list[Size]:
+        return [Prefill(1, width, room), Extend(self._chunk, room), Insert(capacity, 1, room)]
+
+    def _pack_sizes(self, size: int, width: int, capacity: int) -> list[Size]:
+        rows = _rows_of_pack(size, width)
+        return [Pack(size, width, rows), Insert(capacity, rows, width)]
+
+    def _packed(self, leaves, alike: Sequence[Request], power: int, budget: float, capacity: int) -> int | None:
         """Packs the first of `alike`, prompts of power / 2 + 1 to `power` tokens: the row's tokens, or None if they are
         too few.
         """
@@ -211,16 +271,19 @@ class Prefills:
             packed = self._fitting(alike, 2 * size // power, size)
             lengths = [len(request.tokens) - 1 for request in packed]
             if len(packed) > 1 and sum(lengths) >= least:
-                states = self._pack(leaves, packed, _padded(max(lengths)), size)
+                width = min(power, capacity) if self._ready.beside else _padded(max(lengths))
+                if self._ready.choose(self._pack_sizes(size, width, capacity), ()) != 0:
+                    continue
+                states = self._pack(leaves, packed, width, size)
                 self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
                 return size
         return None
 
-    def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """States after `count` tokens of each request, never its newest, which the first decoding step reads. One with
-        pictures is alone.
+    def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int, width: int) -> device.States:
+        """States after `count` tokens of each request, never its newest, which the first decoding step reads; padded to
+        `width`. One with pictures is alone.
         """
-        tokens = np.zeros((len(requests), _padded(count)), np.int32)
+        tokens = np.zeros((len(requests), width), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
             prompt = request.tokens[:-1][:count]
@@ -249,7 +312,7 @@ class Prefills:
         their caches.
         """
         tokens = np.zeros((1, size), np.int32)
-        room = 2 * size // _power(width)
+        room = _rows_of_pack(size, width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
         offset = 0
         for row, request in enumerate(requests):
@@ -280,6 +343,21 @@ def _padded(tokens: int) -> int:
     return length_bucket(tokens, _SMALLEST)
 
 
-def _power(tokens: int) -> int:
-    """The next power of two; prompts with the same one may share a packed row."""
-    return 1 << (tokens - 1).bit_length()
+def _rows_of_pack(size: int, width: int) -> int:
+    """The most prompts of a packed row."""
+    return 2 * size // next_power(width)
+
+
+def _batch_sizes(rows: int, width: int, capacity: int) -> list[Size]:
+    return [Prefill(rows, width, width), Insert(capacity, rows, width)]
+
+
+def _tokens(size: Size) -> int:
+    """By which its program takes long to compile."""
+    match size:
+        case Prefill(rows, width):
+            return rows * width
+        case Pack(length):
+            return length
+        case _:
+            return 0

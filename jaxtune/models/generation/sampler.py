@@ -15,10 +15,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapte
 from jaxtune.models.generation.converted import Converted, convertible_of
 from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
+from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
 from jaxtune.models.generation.requests import (
     Constraint,
     Decodes,
@@ -54,6 +56,7 @@ from jaxtune.models.generation.slot_plan import (
     SLOTS,
     SlotPlan,
     length_bucket,
+    next_power,
     plan_slots,
     prefilled_at_once,
     room_bytes,
@@ -61,12 +64,17 @@ from jaxtune.models.generation.slot_plan import (
 )
 from jaxtune.models.generation.structure import Structure, flattened
 from jaxtune.models.lora import has_adapter
+from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _FEWEST_BIASES = 8  # and that of biases
 _FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
+_USUAL_LENGTH = 512  # tokens of a row for which `prepare` has programs beside those of the longest
+_IDLE_SECONDS = 0.01  # of a step in which all rows wait for programs
+_GREEDY, _MOST = Kind(False, False, False), Kind(True, True, True, True, True)
+_USUAL = _GREEDY, Kind(True, False, False), Kind(True, True, False)
 
 
 @dataclasses.dataclass
@@ -79,6 +87,17 @@ class _Round:
     # makes no tokens in this one; if `placements` is another when this one is read, it has a slot again and is not
     # queued once more
     requests: dict[int, tuple[Request, int]]
+
+
+class _Model(NamedTuple):
+    structure: Structure
+    leaves: list[jax.Array]
+    gated: bool  # whether rows may have adapters
+    newest: int  # the last adapter's number
+
+    @property
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves)
 
 
 def _wait_for(rounds: collections.deque[_Round], prefills: Prefills) -> None:
@@ -116,6 +135,8 @@ class Sampler:
       adapters: {name: PEFT folder, or Adapter} over the model, which then has none itself; see `load_adapter`.
       adapter_ranks: the most that the ranks of all adapters of a linear may be in sum, for which memory stays free;
         None: no limit, and memory for `adapters` alone.
+      compiles_beside: a program that is missing is compiled in a thread, while its row waits and others go on, or runs
+        in a larger one that `prepare` or an earlier row has compiled.
 
     Attributes:
       plan: the SlotPlan in use.
@@ -141,6 +162,7 @@ class Sampler:
         first_at_once: bool = False,
         adapters: Mapping[str, Adapter | str | os.PathLike] | None = None,
         adapter_ranks: int | None = None,
+        compiles_beside: bool = False,
     ):
         counts = dict(tokens_per_round=tokens_per_round, prefill_tokens=prefill_tokens)
         counts |= {} if adapter_ranks is None else {"adapter_ranks": adapter_ranks}
@@ -159,6 +181,8 @@ class Sampler:
         for name, adapter in (adapters or {}).items():
             self._bank, self._adapters[name] = self._with_adapter(name, adapter)
         self._structure, self._leaves = flattened(self._bank.model())
+        self._gated, self._newest = bool(self._bank), self._adapter_number  # the last adapter in these arrays
+        self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
         room = room_bytes(memory_share)
@@ -181,14 +205,26 @@ class Sampler:
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
+        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
+        self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
+        where = min(self._leaves[0].devices(), key=lambda device: device.id)
+        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows)
+        self._ready = Ready(shapes, compiles_beside)
         self._prefills = Prefills(
-            self._programs, self._structure, self._shapes, prefill_tokens, at_once, alone, bool(self._bank)
+            self._programs,
+            self._structure,
+            self._shapes,
+            prefill_tokens,
+            at_once,
+            one_at_a_time=alone,
+            ready=self._ready,
+            gated=self._gated,
         )
         self._waiting: collections.deque[Request] = collections.deque()
         self._unordered = False  # whether clients must take turns anew
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
-        self._decoding: dict[Hashable, Callable] = {}  # programs of rounds by what their shapes follow from
+        self._decoding: dict[Decode, Callable] = {}  # programs of rounds
         self._rounds: collections.deque[_Round] = collections.deque()
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
@@ -201,8 +237,13 @@ class Sampler:
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
         self._changed, self._new_live = np.zeros(count, bool), jax.tree.map(np.array, self._live)
-        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
-        self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
+        if compiles_beside:  # as every program's kind may have them
+            self._rows = self._rows._replace(adjustments=device.empty_adjustments(count, _FEWEST_BIASES))
+        self._longest = length_bucket(self.plan.length)
+        self._whole = deterministic or (
+            compiles_beside and device.reads_lengths(self._structure, self._shapes, count, self._longest)
+        )
+        self._refused: list[tuple[Request, str]] = []  # whose programs could not be compiled
         self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
 
     def __enter__(self) -> Self:
@@ -218,6 +259,7 @@ class Sampler:
             self.cancel(number)
         self._states, self._seen = None, None
         self._end()
+        self._ready.close()
 
     # ---- adapters
 
@@ -294,10 +336,30 @@ class Sampler:
             structure, leaves = self._converted.of(structure, leaves)
         if only is not None and structure is not only:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
-        self._bank, self._structure, self._leaves = bank, structure, leaves
-        self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+        self._bank, self._coming = bank, _Model(structure, leaves, bool(bank), self._adapter_number)
+        self._switch_if_ready()
+
+    def _switch_if_ready(self) -> None:
+        with contextlib.suppress(RuntimeError):  # which rows with a new adapter end with (_serves)
+            if self._coming is None or self._comes():
+                self._switch()
+
+    def _comes(self) -> bool:
+        """Whether the programs are ready for the adapters that were loaded; otherwise they are being compiled, and rows
+        decode without these. RuntimeError: in vain.
+        """
+        coming = self._coming
+        return coming is None or self._ready.follows(coming.structure, coming.shapes, coming.gated)
+
+    def _switch(self) -> None:
+        """Uses the adapters that were loaded."""
+        if self._coming is None:
+            return
+        self._structure, self._leaves, self._gated, self._newest = self._coming
+        self._shapes, self._coming = self._coming.shapes, None
         self._decoding.clear()  # for shapes and dtypes may be others
-        self._prefills.use(structure, self._shapes, bool(bank))
+        self._ready.use(self._structure, self._shapes, self._gated)
+        self._prefills.use(self._structure, self._shapes, self._gated)
 
     # ---- requests
 
@@ -442,8 +504,20 @@ class Sampler:
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         if len(tokens) > self.plan.length:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
-        number = self._adapter(adapter)[0] if self._bank else None
+        number, _ = self._adapter(adapter)
+        if number > self._newest:
+            self._switch()
+        number = number if self._gated else None
         return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top, number)
+
+    def can_score(self, count: int, adapter: str | None = None) -> bool:
+        """Whether `score` of a prompt of so many tokens needs to compile nothing; otherwise that is compiled in a
+        thread with `compiles_beside`. adapter: its name. RuntimeError: in vain.
+        """
+        self._switch_if_ready()
+        if self._adapter(adapter)[0] > self._newest:
+            return self._comes()
+        return self._ready.choose([Score(length_bucket(count))]) is not None
 
     def step(self) -> list[Piece]:
         """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
@@ -451,6 +525,7 @@ class Sampler:
         """
         waiting.look()
         with timing.phase("sample"):
+            self._switch_if_ready()
             self._fill()
             constrained = any(request is not None and request.constraint is not None for request in self._slots)
             while constrained and self._rounds:  # the masks depend on the newest tokens
@@ -461,6 +536,8 @@ class Sampler:
                     self._read_round()
             elif self._rounds:
                 self._read_round()
+            elif self._waiting and self._ready.beside and not self._pieces:
+                self._ready.wait(_IDLE_SECONDS)
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -537,6 +614,7 @@ class Sampler:
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
+        self._switch()  # as nobody waits for a program
         self._use(self._bank.over(model), only=self._structure)
         self._base = None if has_adapter(model) else model
         self._prefills.forget()
@@ -564,20 +642,72 @@ class Sampler:
             new = in_turns(request for request in self._waiting if not request.placements)
             self._waiting = collections.deque([*again, *new])
         budget = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
-        self._reserve(list(itertools.islice(self._waiting, len(free))))
-        while free and self._waiting:
-            batch = self._prefills.ready(self._waiting[0])
+        self._reserve(list(itertools.islice(self._served(grows=True), len(free))))
+        while free and (request := next(self._served(), None)) is not None:
+            batch = self._prefills.ready(request)
             if batch is None:
                 if budget <= 0:
                     break
-                budget -= self._prefills.advance(self._leaves, self._waiting, len(free), budget, self._capacity)
+                budget -= self._prefills.advance(self._leaves, self._served(), len(free), budget, self._capacity)
                 continue
             placed = []
-            while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
-                request = self._waiting.popleft()
+            while free and request is not None and self._prefills.ready(request) is batch:
+                self._waiting.remove(request)
                 placed.append((self._prefills.take(request), free[0]))
                 self._place(request, free.pop(0))
+                request = next(self._served(), None)
             self._states = batch.insert(self._programs, self._states, placed)
+        refused, self._refused = self._refused, []
+        for request, error in refused:
+            self._finish(request, [], [], "failed", error=error)
+
+    def _served(self, grows: bool = False) -> Iterator[Request]:
+        """Those that wait, in order, without rows whose programs are being compiled. grows: also with longer rows than
+        the caches have room for.
+        """
+        if not self._ready.beside:
+            yield from self._waiting
+            return
+        for request in [*self._waiting]:
+            if (grows or request.limit <= self._capacity) and self._serves(request):
+                yield request
+
+    def _serves(self, request: Request) -> bool:
+        """Whether all programs are ready that a row needs, in a batch with those in the slots."""
+        try:
+            if request.adapter > self._newest:
+                return self._comes()
+            capacity = self._capacity_for(request.limit)
+            return (
+                capacity is not None and self._decodes(request, capacity) and self._prefills.serves(request, capacity)
+            )
+        except RuntimeError as error:
+            if all(refused is not request for refused, _ in self._refused):
+                self._refused.append((request, str(error)))
+            return False
+
+    def _capacity_for(self, limit: int) -> int | None:
+        """That of the slots, or a longer one, for rows of so many tokens; None if its programs are not ready."""
+        if limit <= self._capacity:
+            return self._capacity
+        capacities = [capacity for capacity in self._usual_capacities() if capacity >= limit]
+        index = self._ready.choose(*map(self._sizes, capacities))
+        return None if index is None else capacities[index]
+
+    def _decodes(self, request: Request, capacity: int) -> bool:
+        rows = [row for row in (request, *self._slots) if row is not None]
+        kind = functools.reduce(Kind.__or__, (row.sampling.kind for row in rows))
+        size = self._size(_MOST, self._steps, False, capacity)
+        ends, biases = next_power(len(request.ends)), next_power(len(request.sampling.biases))
+        if ends > size.ends or biases > size.biases:  # then no program serves the next rows but those with so many
+            size = dataclasses.replace(size, ends=max(ends, size.ends), biases=max(biases, size.biases))
+        else:
+            size = self._size(kind, self._steps, False, capacity)
+        sizes = [size]
+        if any(row.constraint is not None for row in rows):
+            sizes.append(dataclasses.replace(size, steps=1, masks=True))
+        missing = [size for size in sizes if self._ready.decode(size) is None]
+        return self._ready.choose(missing) is not None
 
     def _place(self, request: Request, slot: int) -> None:
         """Sets a slot's numbers and settings for the next round; the caller copies the states."""
@@ -601,11 +731,9 @@ class Sampler:
         self._sent_rows = None
         if request.sampling.kind.penalises:
             if self._seen is None:
-                self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
-            padded = np.zeros(length_bucket(len(request.tokens)), np.int32)
-            padded[: len(request.tokens)] = request.tokens
-            counts = np.int32(request.start), np.int32(len(request.tokens))
-            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, *counts)
+                self._seen = self._empty_seen()
+            counts = device.seen_counts(request.tokens, request.start, self.config.vocab_size)
+            self._seen = self._programs.mark(self._seen, np.int32(slot), counts)
 
     def _adjust(self, slot: int, sampling: Sampling) -> None:
         """Sets a slot's Adjustments, which the arrays have once a request needs them."""
@@ -615,7 +743,7 @@ class Sampler:
                 return
             adjustments = device.empty_adjustments(len(self._slots), _FEWEST_BIASES)
         if (added := count - adjustments.bias.shape[1]) > 0:
-            added += (1 << (count - 1).bit_length()) - count
+            added += next_power(count) - count
             wide = (np.pad(array, ((0, 0), (0, added))) for array in adjustments[2:])
             adjustments = device.Adjustments(*adjustments[:2], *wide)
         self._rows = self._rows._replace(adjustments=adjustments)
@@ -631,7 +759,7 @@ class Sampler:
     def _widen_ends(self, columns: int) -> None:
         present_columns = self._rows.ends.shape[1]
         if columns > present_columns:
-            added_columns = (1 << (columns - 1).bit_length()) - present_columns
+            added_columns = next_power(columns) - present_columns
             self._rows = self._rows._replace(
                 ends=np.pad(self._rows.ends, ((0, 0), (0, added_columns)), constant_values=-1)
             )
@@ -652,20 +780,73 @@ class Sampler:
         """
         if all(request.limit <= self._capacity for request in nearest):
             return
+        if self._ready.beside:
+            self._grow(max(self._capacity_for(request.limit) or 0 for request in nearest))
+            return
         live_requests = [*self._waiting, *(request for request in self._slots if request is not None)]
-        most = self.plan.length if self._deterministic else max(request.limit for request in live_requests)
-        capacity = length_bucket(most)
+        most = self.plan.length if self._whole else max(request.limit for request in live_requests)
+        self._grow(length_bucket(most))
+
+    def _grow(self, capacity: int) -> None:
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
         else:
+            if self._ready.beside:  # the programs that insert what is prefilled may not be ready
+                self._prefills.forget()
             shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
             leaves, treedef = jax.tree.flatten(self._states)
             self._states = None  # so that each array is freed after its copy
             for index, new in enumerate(jax.tree.leaves(shapes)):
                 if leaves[index].shape != new.shape:
-                    leaves[index] = device.grown(leaves[index], new.shape)
+                    leaves[index] = self._programs.grow(new.shape, leaves[index])
             self._states = jax.tree.unflatten(treedef, leaves)
         self._capacity = capacity
+
+    # ---- programs
+
+    def prepare(self) -> Prepared:
+        """Loads or compiles, at the same time, the programs of usual rows, and allocates the slots' caches, with
+        `compiles_beside` in their whole length if a longer cache takes a step no longer.
+        """
+        self._switch()
+        capacities = self._usual_capacities()
+        sizes = [self._size(kind, self._steps, False, capacity) for kind in _USUAL for capacity in capacities]
+        prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
+        if self._states is None:
+            self._grow(capacities[0])
+            self._seen = self._empty_seen()
+        return prepared
+
+    def _usual_capacities(self) -> list[int]:
+        return (
+            [self._longest]
+            if self._whole
+            else sorted({min(length_bucket(_USUAL_LENGTH), self._longest), self._longest})
+        )
+
+    def _sizes(self, capacity: int) -> list[Size]:
+        """All that must be ready before the slots' caches have this capacity."""
+        of_most = [self._size(_MOST, *how, capacity) for how in ((self._steps, False), (1, True))]
+        shorter = {self._capacity} if self._capacity else {c for c in self._usual_capacities() if c < capacity}
+        return [*of_most, *self._prefills.usual(capacity), *(Grow(c, capacity) for c in shorter), Mark()]
+
+    def _size(self, kind: Kind, steps: int, masks: bool, capacity: int | None = None) -> Decode:
+        """With the columns that the slots' arrays have. capacity: None: that of the slots."""
+        adjustments = self._rows.adjustments
+        biases = _FEWEST_BIASES if adjustments is None else adjustments.bias.shape[1]
+        columns = self._rows.ends.shape[1], biases if kind.adjusts else 0
+        return Decode(kind, steps, self._capacity if capacity is None else capacity, *columns, masks)
+
+    def _of_round(self, steps: int, masks: bool) -> Decode:
+        """The program of a round, as small as there is, and with more steps if there is none with so few."""
+        exact = self._size(self._kind_of_slots(), steps, masks)
+        size = self._ready.decode(exact)
+        if size != exact:
+            self._ready.choose([exact], ())
+        return size or (exact if masks or steps == self._steps else self._of_round(self._steps, masks))
+
+    def _empty_seen(self) -> jax.Array:
+        return jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
 
     # ---- rounds
 
@@ -686,21 +867,19 @@ class Sampler:
         """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
         host's changes of slots take effect in it.
         """
-        steps = 1 if masks is not None or self._joined() else self._steps
+        size = self._of_round(1 if masks is not None or self._joined() else self._steps, masks is not None)
+        kind, steps = size.kind, size.steps
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
-        kind = self._kind_of_slots()
-        adjustments, adapter = rows.adjustments if kind.adjusts else None, rows.adapter if self._bank else None
+        adjustments, adapter = rows.adjustments if kind.adjusts else None, rows.adapter if self._gated else None
         rows = rows._replace(adjustments=adjustments, masks=masks, adapter=adapter)
         seen = self._seen if kind.penalises else None
-        leaves, treedef = jax.tree.flatten(rows)
-        shapes = kind, steps, self._capacity, treedef, *(leaf.shape for leaf in leaves)  # the others' follow
         arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
-        if shapes not in self._decoding:
-            self._decoding[shapes] = self._programs.decode.program(self._structure, kind, steps, *arguments)
-        self._states, self._live, seen, emitted = self._decoding[shapes](*arguments)
+        if size not in self._decoding:
+            self._decoding[size] = self._programs.decode.program(self._structure, kind, steps, *arguments)
+        self._states, self._live, seen, emitted = self._decoding[size](*arguments)
         self._seen = seen if kind.penalises else self._seen
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
@@ -725,6 +904,8 @@ class Sampler:
         kind = Kind(False, False, False)
         for request in self._slots:
             kind = kind if request is None else kind | request.sampling.kind
+        if self._ready.beside:
+            return kind
         if kind not in self._kinds:
             self._kinds.append(kind | self._kinds[-1] if self._kinds else kind)
             kind = self._kinds[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtune.models.generation.adapters import choose_adapters
 from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.models.generation.structure import Structure
+from jaxtune.models.programs.kept import Function
 
 _CHUNK = 512  # tokens whose logits are in memory at once
 
@@ -33,7 +33,7 @@ def prompt_scores(
     row = np.zeros((1, padded), np.int32)
     row[0, : len(tokens)] = tokens
     numbers = None if adapter is None else np.full(row.shape, adapter, np.int32)
-    scores = _scored(structure, list(leaves), row, np.int32(len(tokens)), numbers)
+    scores = scored(structure, list(leaves), row, np.int32(len(tokens)), numbers)
     logprobs, (ids, of_ids) = jax.tree.map(np.asarray, scores)
     count = len(tokens) - 1
     tops = [
@@ -42,7 +42,6 @@ def prompt_scores(
     return logprobs[:count].tolist(), tops
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _scored(structure: Structure, leaves, tokens, length, adapters):
     """(float32[T]: the log-probability of the token after each, (int32[T, K], float32[T, K]): the likeliest ones).
 
@@ -65,3 +64,6 @@ def _scored(structure: Structure, leaves, tokens, length, adapters):
 
     results = jax.lax.map(scores, tuple(piece.reshape(-1, chunk, *piece.shape[1:]) for piece in pieces))
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:])[:width], results)
+
+
+scored = Function(_scored, 1)

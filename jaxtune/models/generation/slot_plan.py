@@ -28,9 +28,18 @@ def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
     >>> [length_bucket(tokens) for tokens in (1, 129, 300, 513, 800)], length_bucket(20, least=16)
     ([128, 256, 384, 768, 1024], 32)
     """
-    power = max(least, 1 << (tokens - 1).bit_length())
+    power = max(least, next_power(tokens))
     shorter = power * 3 // 4
     return shorter if power > 256 and shorter >= max(tokens, least) else power
+
+
+def next_power(number: int) -> int:
+    """The smallest power of two that is not below it.
+
+    >>> [next_power(number) for number in (0, 1, 3, 8)]
+    [1, 1, 4, 8]
+    """
+    return 1 << max(0, number - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)

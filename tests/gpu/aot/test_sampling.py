@@ -219,3 +219,12 @@ def test_few_rows_multiply_codes(slots, calls):
     text = programs["decode"].compile().as_text()
     assert text.count('"coded_kernel"') == calls * layers
     assert ("dequantise" in text) == (not calls)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-20b", "qwen3-30b-a3b"])
+def test_a_step_reads_of_long_caches_what_rows_have(name):
+    """So a server has one length of caches."""
+    structure, shapes = structure_and_shapes(name, 2, False, None)
+    with H200.lowering():
+        assert device.reads_lengths(structure, shapes, SLOTS, 8192)
+    assert not device.reads_lengths(structure, shapes, SLOTS, 8192)
