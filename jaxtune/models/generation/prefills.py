@@ -169,7 +169,7 @@ class Prefills:
         first = nearest[0]
         count = len(first.tokens) - 1
         if count == 0:
-            shapes = device.states_shape(self._structure, self._shapes, 1, 1)
+            shapes = device.states_shape(self._structure, tuple(self._shapes), 1, 1)
             states = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
             self._keep(Batch(states, {first.key: 0}))
             return 1

@@ -100,7 +100,7 @@ class Shapes:
     programs: device.Programs
     structure: Structure
     arrays: tuple[jax.ShapeDtypeStruct, ...]
-    device: jax.Device
+    where: jax.sharding.SingleDeviceSharding
     rows: device.Rows
 
     def calls(self, size: Size) -> list[Call]:
@@ -133,7 +133,7 @@ class Shapes:
             case Score(width):
                 yield scored.call(self.structure, leaves, self._ints(1, width), self._ints())
             case Decode(kind, steps, capacity):
-                live = device.Live(self._ints(count), self._ints(count), self._array((count,), bool))
+                live = self._placed(device.Live(*(np.zeros(count, dtype) for dtype in (np.int32, np.int32, bool))))
                 vocab = self.structure.config.vocab_size
                 seen = self._ints(count, vocab) if kind.penalises else None
                 rows = self._placed(self._rows_of(size))
@@ -155,7 +155,7 @@ class Shapes:
         return self._array(shape, jnp.int32)
 
     def _array(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(self.device))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.where)
 
     def _placed(self, tree):
         return jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), tree)
