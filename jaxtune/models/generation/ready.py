@@ -104,7 +104,7 @@ class Shapes:
     structure: Structure
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     gated: bool
-    device: jax.Device
+    where: jax.sharding.SingleDeviceSharding
     rows: device.Rows
 
     def of(self, structure: Structure, arrays: Sequence[jax.ShapeDtypeStruct], gated: bool) -> Shapes:
@@ -146,7 +146,7 @@ class Shapes:
                 adapters = self._ints(1, width) if self.gated else None
                 yield scored.call(self.structure, leaves, self._ints(1, width), self._ints(), adapters)
             case Decode(kind, steps, capacity):
-                live = device.Live(self._ints(count), self._ints(count), self._array((count,), bool))
+                live = self._placed(device.Live(*(np.zeros(count, dtype) for dtype in (np.int32, np.int32, bool))))
                 vocab = self.structure.config.vocab_size
                 seen = self._ints(count, vocab) if kind.penalises else None
                 rows = self._placed(self._rows_of(size))
@@ -172,7 +172,7 @@ class Shapes:
         return self._array(shape, jnp.int32)
 
     def _array(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(self.device))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.where)
 
     def _placed(self, tree):
         return jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), tree)

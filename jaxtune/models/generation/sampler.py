@@ -207,7 +207,7 @@ class Sampler:
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
         self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
-        where = min(self._leaves[0].devices(), key=lambda device: device.id)
+        where = jax.sharding.SingleDeviceSharding(min(self._leaves[0].devices(), key=lambda device: device.id))
         shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows)
         self._ready = Ready(shapes, compiles_beside)
         self._prefills = Prefills(
