@@ -49,14 +49,11 @@ class Adapter:
         """
         if not has_adapter(model):
             raise ValueError(f"{name}: the model has no adapter")
-        saved = [model.embedding.weight, model.head_variable]
+        saved = [holder.original for holder in (model.embedding, model.head) if holder is not None]
         for is_so, what in (
             (any(matrix.lora is not None for _, matrix in experts(model)), "adapters of experts (target_parameters)"),
             (any(linear.lora and linear.lora.magnitude is not None for _, linear in linears(model)), "DoRA (use_dora)"),
-            (
-                any(isinstance(weight, nnx.Param) for weight in saved),
-                "modules that are trained whole (modules_to_save)",
-            ),
+            (any(original is not None for original in saved), "modules trained whole (modules_to_save)"),
             (any(matrix.fake_quant is not None for _, matrix in matrices(model)), "weights that QAT rounds"),
         ):
             if is_so:
