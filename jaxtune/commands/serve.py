@@ -17,6 +17,8 @@ from jaxtune.system.loopback import HOST, is_loopback
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
+    from jaxtune.models.decoder import Decoder
+    from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve.readers import Readers
     from jaxtune.serve.served import ServedModel
 
@@ -67,6 +69,11 @@ def _run(arguments: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--length", type=int, metavar="N", help="most tokens of a prompt and its answer (default: by memory)"
+    )
+    parser.add_argument(
+        "--no-prefixes",
+        action="store_true",
+        help="do not store states of prompts' beginnings, in a tenth of the free memory; answers are the same",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds that an answer may take (default: 600)"
@@ -131,6 +138,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
     next 1/(N - 1) of what is left, and so on, also when one is made anew.
     """
     from jaxtune.models.generation.sampler import Sampler
+    from jaxtune.models.generation.slot_plan import prefix_room
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
 
@@ -140,10 +148,19 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
         readers.serve({name: served.readable for name, served in models.items()})
         # They are made in this order, each with its part of the memory that those before it have left.
         shares = (1 / (len(models) - index) for index in range(len(models)))
-        samplers = {
-            name: functools.partial(
-                Sampler, served.model, options.slots, options.length, memory_share=share, first_at_once=True
+
+        def sampler_of(model: Decoder, share: float) -> Sampler:
+            return Sampler(
+                model,
+                options.slots,
+                options.length,
+                memory_share=share,
+                first_at_once=True,
+                prefix_bytes=0 if options.no_prefixes else prefix_room(share),
             )
+
+        samplers = {
+            name: functools.partial(sampler_of, served.model, share)
             for (name, served), share in zip(models.items(), shares, strict=True)
         }
         engine = Engine(samplers, {name: served.tokenizer for name, served in models.items()})

@@ -66,7 +66,8 @@ def stub_model(name, model, tokenizer) -> ServedModel:
 
 def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256) -> Engine:
     made = {
-        name: functools.partial(Sampler, one.model, slots, length, first_at_once=True) for name, one in models.items()
+        name: functools.partial(Sampler, one.model, slots, length, first_at_once=True, prefix_bytes=10**9)
+        for name, one in models.items()
     }
     return Engine(made, {name: one.tokenizer for name, one in models.items()})
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.prefixes import BLOCK, Prefixes, block_keys
 from jaxtune.models.generation.requests import Request
 from jaxtune.models.generation.slot_plan import length_bucket
 from jaxtune.models.generation.structure import Structure
@@ -23,6 +24,7 @@ _SHORTEST_PACKED = 128  # from this padded length on, prompts are packed; caches
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 _NO_SLOT = np.iinfo(np.int32).max  # a slot to which nothing is copied
 _AHEAD = 2  # with fewer of them, prompts are prefilled for which no slot is free yet
+_SHORTEST_PIECE = 512  # to which the last piece of a prompt is padded at least
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,6 +33,7 @@ class Batch:
 
     states: device.States  # those of all rows of the batch: arrays whose first axis is the row
     rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}
+    reused: int = 0  # tokens of the prompt, which is alone, whose states an earlier prompt had left
 
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
@@ -55,26 +58,35 @@ class Batch:
 
 @dataclasses.dataclass
 class _Long:
-    """A prompt that is being prefilled in several chunks."""
+    """A prompt that is being prefilled in several pieces."""
 
     request: Request  # a waiting request with this prompt; others may have the same
-    states: device.States  # the states after its first `done` tokens
-    done: int  # how many tokens of the prompt have been prefilled
+    keys: list[bytes]  # of its whole blocks; empty if no beginnings are reused
+    known: int  # how many of them had been there
+    states: device.States = None  # the states after its first `done` tokens
+    done: int = 0  # how many tokens of the prompt are in the states
+    reused: int = 0  # and how many of these an earlier prompt had left
 
 
 class Prefills:
     """Prefills the prompts of waiting requests before a slot is free, and keeps their states.
 
-    If all mixers are attention and layers exchange nothing, one program packs prompts into one row of `chunk` tokens,
-    or half as many, or `at_once` while most slots are free. They must fill half of it, and round up to the same power
-    of two. Other prompts are padded rows; one longer than `chunk` takes a program for its first tokens and one for each
-    whole chunk.
+    A prompt longer than a piece is prefilled alone, in pieces that end at multiples of a piece's tokens, the last with
+    padding: what states a piece leaves depends on the tokens up to its end alone. A piece has `chunk` tokens, or with
+    `prefix_bytes` at most 512, and the states after each are stored for later prompts that begin with the same tokens
+    (prefixes.py), which get the bits that they get without. Only what a prefill made is stored, no decoded token, and
+    nothing of prompts with pictures.
+
+    If all mixers are attention and layers exchange nothing, one program packs shorter prompts into one row of `chunk`
+    tokens, or half as many, or `at_once` while most slots are free. They must fill half of it, and round up to the same
+    power of two. Other prompts are padded rows.
 
     A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
     program of few tokens takes about as long as one of several times as many.
 
       structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
+      prefix_bytes: for the states of prompts' beginnings; 0: nothing is stored, with the same pieces; None: nothing is.
 
     Attributes:
       switch: the row length above which a longrope model needs other states, or slots.NEVER.
@@ -88,6 +100,7 @@ class Prefills:
         chunk: int,
         at_once: int,
         one_at_a_time: bool,
+        prefix_bytes: int | None = None,
     ):
         self._programs, self._structure, self._shapes, self._one = programs, structure, shapes, one_at_a_time
         self._chunk, self._at_once = chunk, at_once
@@ -102,6 +115,13 @@ class Prefills:
             if rope.kind == "longrope"
         )
         self.switch = min(originals, default=device.NEVER)
+        self._piece = chunk if prefix_bytes is None else min(chunk, BLOCK)
+        self._prefixes: Prefixes | None = None
+        if prefix_bytes:
+            has_cache = [{name: mixer.has_cache for name, mixer in layer.mixers.items()} for layer in layers]
+            states = device.states_shape(structure, tuple(shapes), 1, 1)
+            is_cache = jax.tree.map(lambda has, state: [has] * len(jax.tree.leaves(state)), has_cache, states)
+            self._prefixes = Prefixes(self._piece, prefix_bytes, jax.tree.leaves(is_cache))
         self._wanted: collections.Counter[bytes] = collections.Counter()
         self._batches: list[Batch] = []
         self._long: _Long | None = None
@@ -136,19 +156,23 @@ class Prefills:
         batch = self.ready(request)
         assert batch is not None
         self.remove_waiting(request)
+        if not request.placements:  # not what its first stay in a slot has left
+            request.reused = batch.reused
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Waits for all prefilled states and frees them."""
+        """Waits for all prefilled states and frees them, also those of prompts' beginnings."""
         jax.block_until_ready([batch.states for batch in self._batches])
         if self._long is not None:
             jax.block_until_ready(self._long.states)
         self._batches, self._long = [], None
+        if self._prefixes is not None:
+            self._prefixes.forget()
 
     def advance(
         self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, budget: float, capacity: int
     ) -> int:
-        """Dispatches one program: the next chunk of a long prompt, or the first waiting prompt and others alike.
+        """Dispatches one program: the next piece of a long prompt, or the first waiting prompt and others alike.
         Returns its tokens with padding; 1 for a prompt of one token, which needs none.
 
           leaves: the model's arrays, in the order of jax.tree.leaves.
@@ -158,7 +182,7 @@ class Prefills:
           capacity: tokens of the slots' caches.
         """
         if self._long is not None:
-            return self._next_chunk(leaves, self._long)
+            return self._next_piece(leaves, self._long)
         # As many as a program can take, unless prompts would wait in too many batches (_keep drops the oldest).
         ahead = 2 * self._chunk // _SHORTEST_PACKED if len(self._batches) < _AHEAD and not self._one else 0
         nearest = list(itertools.islice(waiting, max(free, ahead)))
@@ -171,12 +195,11 @@ class Prefills:
         if first.pictures is not None:
             self._keep(Batch(self._prefill(leaves, [first], count, _padded(count)), {first.key: 0}))
             return _padded(count)
-        if count > self._chunk:
-            begin = (count - 1) % self._chunk + 1
-            self._long = _Long(first, self._prefill(leaves, [first], begin, length_bucket(count)), begin)
-            return _padded(begin)
+        if count > self._piece:
+            self._long = self._begun(first)
+            return self._next_piece(leaves, self._long)
         width = _padded(count)
-        alike = [r for r in nearest if r.pictures is None and len(r.tokens) > 1]
+        alike = [r for r in nearest if r.pictures is None and 1 < len(r.tokens) <= self._piece + 1]
         candidates = {r.key: r for r in alike if _padded(len(r.tokens) - 1) <= capacity}
         candidates = [request for request in candidates.values() if self.ready(request) is None]
         if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
@@ -244,16 +267,45 @@ class Prefills:
             offset += count
         return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
-    def _next_chunk(self, leaves, long: _Long) -> int:
-        """Dispatches the next chunk of a long prompt, whose states are donated. Returns its tokens."""
-        tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
-        start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
-        long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)
-        long.done += self._chunk
-        if long.done == len(long.request.tokens) - 1:
+    def _begun(self, request: Request) -> _Long:
+        """A long prompt, with the states of its beginning if they are stored."""
+        prompt = request.tokens[:-1]
+        if self._prefixes is None:
+            return _Long(request, [], 0)
+        keys = block_keys(prompt, self._piece, len(request.tokens) > self.switch)  # by which longrope has its factors
+        usable, known = self._prefixes.find(keys)
+        long = _Long(request, keys, known)
+        if usable:
+            empty = device.empty_states(self._structure, self._shapes, 1, length_bucket(len(prompt)))
+            long.states = self._prefixes.restored(keys[:usable], empty)
+            long.done = long.reused = usable * self._piece
+        return long
+
+    def _next_piece(self, leaves, long: _Long) -> int:
+        """Dispatches the next piece of a long prompt, whose states are donated. Returns its tokens with padding, or 1
+        if there is none.
+        """
+        prompt, width = long.request.tokens[:-1], 1
+        if long.done < len(prompt):
+            count = min(self._piece, len(prompt) - long.done)
+            width = min(self._piece, length_bucket(count, _SHORTEST_PIECE))
+            if long.done == 0:
+                states = self._prefill(leaves, [long.request], self._piece, _padded(self._piece))
+                shapes = device.states_shape(self._structure, tuple(self._shapes), 1, length_bucket(len(prompt)))
+                long.states = jax.tree.map(lambda state, new: device.grown(state, new.shape), states, shapes)
+            else:
+                tokens = np.zeros((1, width), np.int32)
+                tokens[0, :count] = prompt[long.done : long.done + count]
+                numbers = (np.array([number], np.int32) for number in (long.done, count, len(long.request.tokens)))
+                long.states = self._programs.extend(self._structure, leaves, long.states, tokens, *numbers)
+            long.done += count
+            blocks = long.done // self._piece
+            if self._prefixes is not None and long.done == blocks * self._piece:
+                self._prefixes.add(long.keys[:blocks], long.states, blocks in (long.known, len(long.keys)))
+        if long.done == len(prompt):
             self._long = None
-            self._keep(Batch(long.states, {long.request.key: 0}))
-        return self._chunk
+            self._keep(Batch(long.states, {long.request.key: 0}, long.reused))
+        return width
 
     def _keep(self, batch: Batch) -> None:
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]

@@ -110,6 +110,11 @@ class Sampler:
       prefills_alone: a row's bits do not depend on other prompts.
       first_at_once: while few slots are taken, a new row's first round has one step, so that its first token comes
         early; a program more is compiled.
+      prefix_bytes: the most device memory for states of prompts' beginnings, in blocks of 512 tokens: a later prompt
+        that begins with them is prefilled from where it differs, and its row has the bits that it has with 0. Those
+        whose use is longest ago go first. Prompts longer than a block are then prefilled alone. Only prefilled tokens
+        are reused, so that of an answer in the next turn's prompt nothing is; nor is anything of pictures' prompts.
+        None: nothing is stored, and prompts are prefilled together where that is faster.
 
     Attributes:
       plan: the SlotPlan in use.
@@ -132,6 +137,7 @@ class Sampler:
         prefill_tokens: int = PREFILL_TOKENS,
         prefills_alone: bool = False,
         first_at_once: bool = False,
+        prefix_bytes: int | None = None,
     ):
         for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -151,6 +157,7 @@ class Sampler:
             length,
             most_slots,
             None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
+            0 if prefix_bytes is None else prefix_bytes,
         )
         self._programs = device.programs_of(deterministic, self.plan.slots)
         self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
@@ -161,7 +168,13 @@ class Sampler:
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
         self._prefills = Prefills(
-            self._programs, self._structure, self._shapes, prefill_tokens, at_once, one_at_a_time=alone
+            self._programs,
+            self._structure,
+            self._shapes,
+            prefill_tokens,
+            at_once,
+            one_at_a_time=alone,
+            prefix_bytes=None if prefix_bytes is None else self.plan.prefix_bytes,
         )
         self._waiting: collections.deque[Request] = collections.deque()
         self._unordered = False  # whether clients must take turns anew
@@ -668,7 +681,7 @@ class Sampler:
         """Ends a request with a last Piece, and frees its slot or removes it from the queue."""
         request.done = True
         del self._requests[request.number]
-        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops), error))
+        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops), error, request.reused))
         if request.slot is None:
             self._waiting.remove(request)
             self._prefills.remove_waiting(request)

@@ -86,7 +86,7 @@ def lowered(
         return states, {
             "decode": programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, changed, live, rows),
             "insert": programs.insert.lower(states, staged, ints(1), ints(1)),
-            "extend": programs.extend.lower(structure, leaves, staged, ints(1, 128), ints(1), ints(1)),
+            "extend": programs.extend.lower(structure, leaves, staged, ints(1, 128), *[ints(1)] * 3),
         }
 
 
