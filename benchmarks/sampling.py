@@ -19,6 +19,9 @@ itself. All processes share one cache of compiled programs, empty at the beginni
                     each row has one or none, in turns in one process: milliseconds of a decoding step in each turn, and
                     `share` and `share_of_rows`, the speed with one and with three as shares of that without; and tokens
                     per second, prefill included.
+    second_turn     milliseconds to the first token of a chat's second turn, after a first prompt of 16,000 tokens, an
+                    answer of 64 and a question of 100: with the first prompt's states stored (`stored`) and without
+                    (`alone`), the least of three chats each after one that compiles, and `share`, stored over alone.
     transformers    tokens per second of transformers' own `generate` on the same shape, prompts and lengths, sampled,
                     all rows in one batch; bf16 weights, its default attention and cache, after a run of eight tokens.
     mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward
@@ -84,10 +87,11 @@ CASES = {
     "gemma4_12b": Case("gemma-4-12b", (64,)),
     "8b_adapter": Case("llama-3.1-8b", adapter=(64, 128)),
     "transformers_8b": Case("llama-3.1-8b", others=("transformers",)),
+    "8b_second_turn": Case("llama-3.1-8b", others=("second_turn",)),
     "mismatch": Case({}),
     "first_cold": Case("llama-3.1-8b", others=("first_answer",)),
     "first_cached": Case("llama-3.1-8b", others=("first_answer",)),
-    "tiny": Case(TINY, (4, 8), adapter=(4,), others=("lognormal", "one_row", "first_answer")),
+    "tiny": Case(TINY, (4, 8), adapter=(4,), others=("lognormal", "one_row", "second_turn", "first_answer")),
 }
 
 
@@ -253,6 +257,30 @@ def lognormal(model: Any, decode_rate: float, full_rate: float, rows: int) -> di
     }
 
 
+def second_turn(model: Any, first: int) -> dict[str, Any]:
+    """first: tokens of the first prompt."""
+    import numpy as np
+
+    import jaxtune
+    from jaxtune.models.generation.slot_plan import prefix_room
+
+    found: dict[str, list[float]] = {}
+    for name, size in (("alone", 0), ("stored", prefix_room())):
+        with jaxtune.Sampler(model, 8, first + 256, first_at_once=True, prefix_bytes=size) as sampler:
+            for chat in range(4):
+                draw = np.random.default_rng(chat)
+                prompt, question = (draw.integers(3, model.config.vocab_size - 1, n).tolist() for n in (first, 100))
+                [row] = sampler.run([prompt], 64, eos_token_ids=())
+                began = time.perf_counter()
+                sampler.submit([*prompt, *row.ids, *question], 16, eos_token_ids=())
+                while not any(piece.ids for piece in sampler.step()):
+                    pass
+                found.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
+                drain(sampler)
+    least = {name: min(times[1:]) for name, times in found.items()}
+    return found | {"share": least["stored"] / least["alone"]}
+
+
 def by_transformers(case: Case, slots: int, new: int) -> dict[str, float]:
     """Its rate on a random model of the case's shape. Weights are made on the GPU, in bf16."""
     import numpy as np
@@ -345,6 +373,8 @@ def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], No
         say(f"adapter_{slots}", adapter_turns(model, slots, options, new))
     if "one_row" in case.others:
         say("one_row", full(model, 1, options, new))
+    if "second_turn" in case.others:
+        say("second_turn", second_turn(model, 1200 if name == "tiny" else 16_000))
     if "lognormal" in case.others:
         decoding, whole = rates[min(rates)]
         say("lognormal", lognormal(model, decoding, whole, 8 if name == "tiny" else 1024))

@@ -69,6 +69,7 @@ def answer_file(
       template_arguments: further variables of the chat template, such as enable_thinking; None: none.
       grammar: that each answer follows, after its thoughts; of `grammars`; None: any answer.
     """
+    from jaxtune.models.generation.prefixes import worthwhile_bytes
     from jaxtune.models.generation.sampler import Sampler
 
     rows = read_rows(prompts)
@@ -96,7 +97,8 @@ def answer_file(
             say(fitted(f"jaxtune: {progress}", terminal.console(stderr=True)), sys.stderr)
         if done_count == total:
             return
-        sampler = Sampler(model, slots, max(map(len, prompts_ids)) + max_new_tokens)
+        longest, prefix_bytes = max(map(len, prompts_ids)), worthwhile_bytes(prompts_ids[done_count // num_answers :])
+        sampler = Sampler(model, slots, longest + max_new_tokens, prefix_bytes=prefix_bytes)
         seed, tokens, start_time = settings["seed"], 0, time.monotonic()
         indices = range(done_count, total)
         numbers = {}

@@ -321,7 +321,7 @@ class _Api:
             progress.add(_new_tokens(piece))
             with panics():
                 answer.add(index, piece)
-        progress.end()
+        progress.end(answer.usage)
         return await self._in_thread(lambda: encoded(answer.whole(), large=True))
 
     async def _events(
@@ -335,7 +335,7 @@ class _Api:
             make = functools.partial(_frames, answer, index, piece)
             for chunk in await self._in_thread(make) if answer.is_large else make():
                 yield chunk
-        progress.end()
+        progress.end(answer.usage)
         for chunk in answer.last_chunks():
             yield answer.frame(chunk)
         yield answer.last_frame

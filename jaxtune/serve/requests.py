@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxtune.conversations.calls import Schemas
 
@@ -69,3 +69,11 @@ class ParsedRequest:
     """What of the request an answer of /v1/responses repeats."""
     echo: tuple[str, ...] = ()
     """Of each row, the text before its answer."""
+
+
+class Usage(NamedTuple):
+    """The numbers of tokens of a request."""
+
+    prompt_tokens: int  # of all prompts, each counted once
+    answer_tokens: int
+    reused: int  # of the prompts, those whose states an earlier prompt had left

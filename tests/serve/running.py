@@ -66,9 +66,8 @@ def stub_model(name, model, tokenizer) -> ServedModel:
 
 def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256, **settings) -> Engine:
     base = next(iter(models.values())).model
-    return Engine(
-        lambda adapters: Sampler(base, slots, length, first_at_once=True, adapters=adapters, **settings), models
-    )
+    settings = dict(first_at_once=True, prefix_bytes=10**9) | settings
+    return Engine(lambda adapters: Sampler(base, slots, length, adapters=adapters, **settings), models)
 
 
 _readers: dict[tuple, Readers] = {}

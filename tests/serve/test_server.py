@@ -71,6 +71,7 @@ def test_an_answer_is_that_of_generate(models, port, name):
         "prompt_tokens": len(prompt),
         "completion_tokens": len(ids),
         "total_tokens": len(prompt) + len(ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert answer["model"] == name and choice["finish_reason"] == ("stop" if len(ids) < 24 else "length")
     other = models["mine" if name == "base" else "base"].model

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.prefixes import block_calls, which_are_caches
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.generation.scores import scored
 from jaxtune.models.generation.structure import Structure
@@ -58,8 +59,17 @@ class Insert:
 
 @dataclasses.dataclass(frozen=True)
 class Grow:
+    rows: int
     capacity: int
     longer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Of `size` tokens, of beginnings of prompts whose states have room for `capacity`."""
+
+    size: int
+    capacity: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +98,7 @@ class Decode:
 
 
 # What one program, or a few, are compiled for.
-type Size = Prefill | Pack | Extend | Insert | Grow | Mark | Score | Decode
+type Size = Prefill | Pack | Extend | Insert | Grow | Blocks | Mark | Score | Decode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,18 +137,21 @@ class Shapes:
                 tokens = self._ints(1, length), self._ints(rows), self._ints(rows), self._ints(rows)
                 yield programs.pack.call(self.structure, width, leaves, *tokens, *self._adapters(rows))
             case Extend(length, capacity):
-                tokens = self._ints(1, length), self._ints(1), self._ints(1)
+                tokens = self._ints(1, length), self._ints(1), self._ints(1), self._ints(1)
                 states = self._states(1, capacity)
                 yield programs.extend.call(self.structure, leaves, states, *tokens, *self._adapters(1))
             case Insert(capacity, rows, width):
                 states, staged = self._states(count, capacity), self._states(rows, width)
                 if jax.tree.leaves(states):
                     yield programs.insert.call(states, staged, self._ints(rows), self._ints(rows))
-            case Grow(capacity, longer):
-                pairs = zip(*(jax.tree.leaves(self._states(count, c)) for c in (capacity, longer)), strict=True)
+            case Grow(rows, capacity, longer):
+                pairs = zip(*(jax.tree.leaves(self._states(rows, c)) for c in (capacity, longer)), strict=True)
                 for old, new in dict.fromkeys((old, new.shape) for old, new in pairs):
                     if old.shape != new:
                         yield programs.grow.call(new, old)
+            case Blocks(tokens, capacity):
+                states = self._states(1, capacity)
+                yield from block_calls(tokens, which_are_caches(self.structure, self.arrays, states), states)
             case Mark():
                 vocab = self.structure.config.vocab_size
                 yield programs.mark.call(self._ints(count, vocab), self._ints(), self._ints(vocab))

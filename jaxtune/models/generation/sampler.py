@@ -137,6 +137,11 @@ class Sampler:
         None: no limit, and memory for `adapters` alone.
       compiles_beside: a program that is missing is compiled in a thread, while its row waits and others go on, or runs
         in a larger one that `prepare` or an earlier row has compiled.
+      prefix_bytes: the most device memory for states of prompts' beginnings, in blocks of 512 tokens: a later prompt
+        that begins with them is prefilled from where it differs, and its row has the bits that it has with 0. Those
+        whose use is longest ago go first. Prompts longer than a block are then prefilled alone. Only prefilled tokens
+        are reused, so that of an answer in the next turn's prompt nothing is; nor is anything of pictures' prompts.
+        None: nothing is stored, and prompts are prefilled together where that is faster.
 
     Attributes:
       plan: the SlotPlan in use.
@@ -163,6 +168,7 @@ class Sampler:
         adapters: Mapping[str, Adapter | str | os.PathLike] | None = None,
         adapter_ranks: int | None = None,
         compiles_beside: bool = False,
+        prefix_bytes: int | None = None,
     ):
         counts = dict(tokens_per_round=tokens_per_round, prefill_tokens=prefill_tokens)
         counts |= {} if adapter_ranks is None else {"adapter_ranks": adapter_ranks}
@@ -195,6 +201,7 @@ class Sampler:
             length,
             most_slots,
             None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
+            0 if prefix_bytes is None else prefix_bytes,
         )
         self.plan = dataclasses.replace(self.plan, adapter_bytes=adapter_bytes)
         self._programs = device.programs_of(deterministic, self.plan.slots)
@@ -219,6 +226,7 @@ class Sampler:
             one_at_a_time=alone,
             ready=self._ready,
             gated=self._gated,
+            prefix_bytes=None if prefix_bytes is None else self.plan.prefix_bytes,
         )
         self._waiting: collections.deque[Request] = collections.deque()
         self._unordered = False  # whether clients must take turns anew
@@ -325,6 +333,7 @@ class Sampler:
             return
         if all(request.adapter != number for request in self._requests.values()):
             self._dropped.remove(number)
+            self._prefills.forget_adapter(number)
             self._use(self._bank.without(number))
 
     def _use(self, bank: AdapterBank, only: Structure | None = None) -> None:
@@ -792,7 +801,7 @@ class Sampler:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
         else:
             if self._ready.beside:  # the programs that insert what is prefilled may not be ready
-                self._prefills.forget()
+                self._prefills.forget_batches()
             shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
             leaves, treedef = jax.tree.flatten(self._states)
             self._states = None  # so that each array is freed after its copy
@@ -828,7 +837,8 @@ class Sampler:
         """All that must be ready before the slots' caches have this capacity."""
         of_most = [self._size(_MOST, *how, capacity) for how in ((self._steps, False), (1, True))]
         shorter = {self._capacity} if self._capacity else {c for c in self._usual_capacities() if c < capacity}
-        return [*of_most, *self._prefills.usual(capacity), *(Grow(c, capacity) for c in shorter), Mark()]
+        grows = (Grow(len(self._slots), c, capacity) for c in shorter)
+        return [*of_most, *self._prefills.usual(capacity), *grows, Mark()]
 
     def _size(self, kind: Kind, steps: int, masks: bool, capacity: int | None = None) -> Decode:
         """With the columns that the slots' arrays have. capacity: None: that of the slots."""
@@ -962,7 +972,7 @@ class Sampler:
         """Ends a request with a last Piece, and frees its slot or removes it from the queue."""
         request.done = True
         del self._requests[request.number]
-        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops), error))
+        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops), error, request.reused))
         if request.slot is None:
             self._waiting.remove(request)
             self._prefills.remove_waiting(request)

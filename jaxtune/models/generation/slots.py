@@ -130,7 +130,7 @@ class Programs(NamedTuple):
 
     prefill: Function  # _prefill: the states after prompts
     pack: Function  # _pack: the states after several prompts that were concatenated in one row
-    extend: Function  # _extend: the states after one more chunk of long prompts
+    extend: Function  # _extend: the states after one more piece of long prompts
     insert: Function  # _insert: copies prefilled states into slots, whose old states are donated
     # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
     decode: Function
@@ -291,16 +291,19 @@ def _forward(
     return states
 
 
-def _extend(structure: Structure, leaves, states, tokens, starts, totals, adapters=None) -> States:
-    """The states (donated) after C more tokens of each row, a chunk of long prompts. tokens: int32[R, C], without
-    padding. starts: int32[R], tokens that the states contain. totals, adapters: int32[R], as for `_prefill`.
+def _extend(structure: Structure, leaves, states, tokens, starts, counts, totals, adapters=None) -> States:
+    """The states (donated) after the next tokens of each row, a piece of long prompts.
+
+    tokens: int32[R, C], padded at the end.
+    starts, counts: int32[R], tokens that the states contain, and how many of the C there are.
+    totals, adapters: int32[R], as for `_prefill`.
     """
     model = structure.model(leaves)
     choose_adapters(model, None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape))
     with jax.named_scope("extend"):
-        positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        tables = rotary_tables(model.config, positions, totals[:, None])
-        real = jnp.ones(len(starts), bool)
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        tables = rotary_tables(model.config, starts[:, None] + index, totals[:, None])
+        real = index < counts[:, None]
         return through_layers(model, split_layers(model), tokens, states, starts, tables, real)[1]
 
 

@@ -43,6 +43,10 @@ class PackedLayout:
         index = jnp.arange(self.doc_start.shape[1], dtype=jnp.int32)
         return index - self.doc_start
 
+    def counts(self) -> jax.Array:
+        """int32[B]: tokens of each row that are not padding."""
+        return (self.doc_end > self.doc_start).sum(1, dtype=jnp.int32)
+
 
 @on_any_mesh
 def packed_layout(

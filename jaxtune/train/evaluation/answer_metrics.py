@@ -12,6 +12,7 @@ import numpy as np
 from jaxtune.conversations.answers import Completions
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.system.sealed import crc32
 from jaxtune.train.config import DataConfig, EvaluationConfig
@@ -121,6 +122,7 @@ class AnswerMetrics:
             most_slots=rows.most,
             most_converted=self.most_converted,
             deterministic=self.deterministic,
+            prefix_bytes=None if self.deterministic else worthwhile_bytes(prompt.ids for prompt in self.prompts),
         )
         rows = list(
             sampler.run(

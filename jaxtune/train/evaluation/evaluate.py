@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.data.rendering.formats import Example, normalize
 from jaxtune.train.data.rendering.templates import RowEncoder, trained_tokenizer
@@ -45,9 +46,11 @@ def exact_match(
     questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length, today)
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
     longest = max(len(question.prompt) for question in questions) + max_new_tokens
-    sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
+    prompts = [question.prompt for question in questions]
+    slots, prefix_bytes = min(batch_size, len(rows)), worthwhile_bytes(prompts)
+    sampler = Sampler(model, length=longest, most_slots=slots, prefix_bytes=prefix_bytes)
     answers = []
-    for row in sampler.run([question.prompt for question in questions], max_new_tokens, eos_token_ids=sorted(ends)):
+    for row in sampler.run(prompts, max_new_tokens, eos_token_ids=sorted(ends)):
         ids = _after(tokenizer, row.ids, questions[row.index].mark)
         ids = list(itertools.takewhile(lambda token: token not in ends, ids))
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())

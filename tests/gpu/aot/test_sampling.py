@@ -92,7 +92,7 @@ def lowered(
         live = device.Live(ints(slots), ints(slots), placed(jax.ShapeDtypeStruct((slots,), bool)))
         rows = placed(device.empty_rows(slots, 4, structure.config.vocab_size))
         rows = rows._replace(adapter=ints(slots) if adapter == "of rows" else None)
-        chunk = ints(1, 128), ints(1), ints(1), *([ints(1)] if adapter == "of rows" else [])
+        chunk = ints(1, 128), *[ints(1)] * 3, *([ints(1)] if adapter == "of rows" else [])
         programs, leaves = device.programs_of(False, slots), list(placed(shapes))
         changed = np.zeros(slots, bool)
         kind = Kind(True, False, False)
