@@ -8,11 +8,12 @@ import threading
 import jax
 import numpy as np
 import pytest
-from tiny_models import tiny_model
+from tiny_models import adapted_model, tiny_model
 
 from jaxtune import Decoder, Sampler
-from jaxtune.models.generation import ready, slots
+from jaxtune.models.generation import prefills, ready, slots
 from jaxtune.models.generation import sampler as sampler_module
+from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.system.program_cache import in_use
 
@@ -244,3 +245,127 @@ def test_a_second_start_compiles_nothing(model, monkeypatch, tmp_path):
             counts.append(sampler.prepare())
     slots.programs.cache_clear()
     assert counts[0].compiled == counts[1].loaded > 10 and counts[0].loaded == counts[1].compiled == 0
+
+
+# ---- with adapters and stored beginnings
+
+
+def adapters_of(model: Decoder) -> dict[str, Adapter]:
+    ranks = {"few": 4, "more": 24}
+    return {name: Adapter.of(adapted_model(model, seed=rank, r=rank)) for name, rank in ranks.items()}
+
+
+def with_adapters(rows, names):
+    return [(prompt, new, more | {"adapter": name}) for (prompt, new, more), name in zip(rows, names, strict=True)]
+
+
+def test_rows_with_adapters_and_stored_beginnings_compile_nothing_once_prepared(
+    model, patient, compilations, monkeypatch
+):
+    """Also those whose caches are restored, and where two beginnings of equal tokens have another adapter each."""
+    monkeypatch.setattr(prefills, "BLOCK", 32)
+    random, adapters = np.random.default_rng(5), adapters_of(model)
+    names = [None, *adapters]
+    rows = [
+        (prompt, new, settings | {"adapter": names[random.integers(3)]}) for prompt, new, settings in drawn(random, 20)
+    ]
+    shared = random.integers(VOCAB, size=100).tolist()
+    turns = [([*shared, *more], 5, {"adapter": name}) for more in ([1], [2] * 40) for name in names]
+    with made(model, adapters=adapters, prefix_bytes=10**8) as sampler:
+        sampler.prepare()
+        compilations.clear()
+        results = answers(sampler, rows)
+        for turn in turns:
+            results += answers(sampler, [turn])
+        assert compilations == []
+        assert {block.adapter for block in sampler._prefills._prefixes._blocks.values()} == {0, 1, 2}
+        assert sampler.can_score(20, "few") is False
+        sampler.drop_adapter("few")
+        assert {block.adapter for block in sampler._prefills._prefixes._blocks.values()} == {0, 2}
+        store = sampler._prefills._prefixes
+        assert store._bytes == sum(block.bytes for block in store._blocks.values())
+    with Sampler(model, slots=4, length=LENGTH, prefill_tokens=CHUNK, adapters=adapters) as plain:
+        assert_same(results, answers(plain, [*rows, *turns]))
+
+
+def test_beginnings_are_reused_in_the_prepared_programs(model, patient, compilations, monkeypatch):
+    monkeypatch.setattr(prefills, "BLOCK", 32)
+    random = np.random.default_rng(6)
+    first = random.integers(VOCAB, size=90).tolist()
+    with made(model, adapters=adapters_of(model), prefix_bytes=10**8) as sampler:
+        sampler.prepare()
+        compilations.clear()
+        reused = []
+        for prompt, name in ((first, "few"), ([*first, 1, 2], "few"), ([*first, 1, 2], None), ([*first] * 2, "few")):
+            sampler.submit(prompt, 3, eos_token_ids=(), adapter=name)
+            while sampler.pending:
+                reused += [piece.reused for piece in sampler.step() if piece.finish_reason]
+        assert reused == [0, 64, 0, 64] and compilations == []
+        assert sampler._prefills._prefixes._blocks
+        sampler._grow(2 * LENGTH)
+        assert sampler._prefills._prefixes._blocks, "longer caches do not forget beginnings"
+
+
+def test_an_adapter_comes_while_others_decode(model, patient, monkeypatch, compilations):
+    """Its programs are compiled beside; only its own rows wait for them."""
+    compiles, goes_on = threading.Event(), threading.Event()
+    adapters, rows = adapters_of(model), drawn(np.random.default_rng(3), 8)
+    with made(model, prefix_bytes=10**8) as sampler:
+        sampler.prepare()
+
+        def slow(calls):
+            compiles.set()
+            assert goes_on.wait(60)
+            return kept_programs.prepare(calls)
+
+        monkeypatch.setattr(ready, "prepare", slow)
+        sampler.load_adapter("few", adapters["few"])
+        compilations.clear()
+        number = sampler.submit([5, 6, 7], 9, eos_token_ids=(), adapter="few")
+        assert [len(ids) > 0 for ids, _ in rest(sampler, rows, until=compiles)] == [True] * len(rows)
+        assert sampler.pending == sampler.waiting == 1 and not sampler.can_score(9, "few")
+        assert compilations == []
+        sampler.load_adapter("more", adapters["more"])  # before the one is in use
+        goes_on.set()
+        ids = []
+        while sampler.pending:
+            for piece in sampler.step():
+                assert piece.request == number
+                ids += piece.ids
+        assert sampler._gated and sampler._coming is None
+        compilations.clear()
+        asked = [
+            (prompt, new, settings | {"adapter": name})
+            for (prompt, new, settings), name in zip(rows, (None, "few", "more") * 3)
+        ]
+        results = answers(sampler, asked)
+        assert compilations == []
+        sampler.update(model)
+        assert_same(answers(sampler, asked), results)
+    with Sampler(model, slots=4, length=LENGTH, adapters=adapters) as plain:
+        assert_same(results, answers(plain, asked))
+        assert ids == answers(plain, [([5, 6, 7], 9, {"eos_token_ids": (), "adapter": "few"})])[0][0]
+
+
+def test_an_adapter_whose_programs_cannot_be_compiled_ends_its_rows_alone(model, patient, monkeypatch):
+    def fails(_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: of the test")
+
+    adapter = adapters_of(model)["few"]
+    with made(model) as sampler:
+        sampler.prepare()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ready, "prepare", fails)
+            sampler.load_adapter("few", adapter)
+            number = sampler.submit([5, 6, 7], 9, eos_token_ids=(), adapter="few")
+            other, ends = sampler.submit([5], 4, eos_token_ids=()), {}
+            while sampler.pending:
+                ends |= {piece.request: piece for piece in sampler.step() if piece.finish_reason}
+            assert ends[number].finish_reason == "failed" and "RESOURCE_EXHAUSTED" in ends[number].error
+            assert ends[other].finish_reason == "length"
+            with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+                sampler.can_score(9, "few")
+            sampler.drop_adapter("few")
+        sampler.load_adapter("few", adapter)
+        [(ids, _)] = answers(sampler, [([5, 6, 7], 9, {"eos_token_ids": (), "adapter": "few"})])
+        assert len(ids) == 9
