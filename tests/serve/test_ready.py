@@ -9,12 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from tiny_models import adapted_model
 
+import jaxtune
 from jaxtune.models.generation import ready
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.programs import kept
 from jaxtune.serve.engine import Engine
+from jaxtune.serve.loading import AdapterFolder
+from jaxtune.serve.readers import Readers
 from tests.serve.running import ask, events, served_models, serving
+from tests.serve.test_adapters import LOAD, post
 
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
 SETTINGS = (
@@ -27,19 +32,26 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def server():
-    """(port, the sampler's engine) of the packaged model, prepared."""
+def server(tmp_path_factory):
+    """The port of a server of the packaged model, prepared, whose clients may load an adapter."""
     models = {"base": served_models()["base"]}
+    root = tmp_path_factory.mktemp("root")
+    jaxtune.save_adapter(adapted_model(models["base"].model, seed=5, r=4), root / "a")
 
     def prepared(adapters) -> Sampler:
-        sampler = Sampler(models["base"].model, 4, 256, first_at_once=True, compiles_beside=True, adapters=adapters)
+        settings = dict(first_at_once=True, compiles_beside=True, prefix_bytes=10**9)
+        sampler = Sampler(models["base"].model, 4, 256, adapters=adapters, adapter_ranks=64, **settings)
         sampler.prepare()
         return sampler
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ready, "LATER_SECONDS", float("inf"))
         engine = Engine(prepared, models)
-        with serving(models, engine) as (port, _):
+        with (
+            Readers(1) as readers,
+            serving(models, engine, readers=readers, folder=AdapterFolder(root)) as (port, _),
+        ):
+            readers.serve({name: each.readable for name, each in models.items()})
             yield port
         assert engine.close(60)
 
@@ -110,3 +122,30 @@ def test_an_unusual_request_stops_nobody(server, monkeypatch, unusual):
             goes_on.set()
         status, answer = waits.result()
     assert status == 200 and answer["usage"]["completion_tokens"] >= 1
+
+
+def test_an_adapter_that_is_loaded_stops_nobody(server, monkeypatch):
+    """Until its programs are compiled, its answers wait, also scores, and the others go on."""
+    compiles, goes_on = threading.Event(), threading.Event()
+
+    def slow(calls):
+        compiles.set()
+        assert goes_on.wait(120)
+        return kept.prepare(calls)
+
+    monkeypatch.setattr(ready, "prepare", slow)
+    body = {"model": "a", "prompt": "What is 12 + 30?", "max_tokens": 5, "temperature": 0}
+    with ThreadPoolExecutor(2) as pool:
+        assert post(server, LOAD, lora_name="a", lora_path="a")[0] == 200
+        waiting = [pool.submit(ask, server, TEXTS, body | more) for more in ({}, {"echo": True, "logprobs": 1})]
+        try:
+            assert compiles.wait(60)
+            burst(server, 6, seed=2)
+            time.sleep(0.2)
+            assert not any(each.done() for each in waiting)
+        finally:
+            goes_on.set()
+        (status, answer), (scored_status, scored) = (each.result() for each in waiting)
+    assert status == scored_status == 200
+    assert scored["choices"][0]["text"] == body["prompt"] + answer["choices"][0]["text"]
+    burst(server, 6, seed=3)
