@@ -15,9 +15,13 @@ itself. All processes share one cache of compiled programs, empty at the beginni
                     slots times that share.
     first_answer    seconds from the start of a process to one answer of 16 tokens, without the seconds in which random
                     weights were made, which stand for those of a load; with an empty cache of programs, and again.
-    adapter         full slots with an adapter of rank 16 on all linears and without it, in turns in one process:
-                    milliseconds of a decoding step in each turn, and `share`, the speed with the adapter as a share of
-                    that without.
+    adapter         full slots without an adapter, with one of rank 16 on all linears, and with three such ones of which
+                    each row has one or none, in turns in one process: milliseconds of a decoding step in each turn, and
+                    `share` and `share_of_rows`, the speed with one and with three as shares of that without; and tokens
+                    per second, prefill included.
+    second_turn     milliseconds to the first token of a chat's second turn, after a first prompt of 16,000 tokens, an
+                    answer of 64 and a question of 100: with the first prompt's states stored (`stored`) and without
+                    (`alone`), the least of three chats each after one that compiles, and `share`, stored over alone.
     transformers    tokens per second of transformers' own `generate` on the same shape, prompts and lengths, sampled,
                     all rows in one batch; bf16 weights, its default attention and cache, after a run of eight tokens.
     mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward
@@ -83,10 +87,11 @@ CASES = {
     "gemma4_12b": Case("gemma-4-12b", (64,)),
     "8b_adapter": Case("llama-3.1-8b", adapter=(64, 128)),
     "transformers_8b": Case("llama-3.1-8b", others=("transformers",)),
+    "8b_second_turn": Case("llama-3.1-8b", others=("second_turn",)),
     "mismatch": Case({}),
     "first_cold": Case("llama-3.1-8b", others=("first_answer",)),
     "first_cached": Case("llama-3.1-8b", others=("first_answer",)),
-    "tiny": Case(TINY, (4, 8), adapter=(4,), others=("lognormal", "one_row", "first_answer")),
+    "tiny": Case(TINY, (4, 8), adapter=(4,), others=("lognormal", "one_row", "second_turn", "first_answer")),
 }
 
 
@@ -148,9 +153,18 @@ def drain(sampler: Any) -> tuple[int, list[tuple[float, int]]]:
     return tokens, steps
 
 
+def submit(sampler: Any, prompts: list[list[int]], new: int) -> list[int]:
+    """Rows with the sampler's adapters and without, in turns."""
+    names = [None, *sampler.adapters]
+    return [
+        sampler.submit(prompt, new, 1.0, index=index, eos_token_ids=(), adapter=names[index % len(names)])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
 def warm_up(sampler: Any, prompts: list[list[int]], new: int) -> None:
     """Compiles the programs of such rows."""
-    requests = [sampler.submit(prompt, new, temperature=1.0, eos_token_ids=()) for prompt in prompts]
+    requests = submit(sampler, prompts, new)
     for _ in range(4):
         sampler.step()
     for request in requests:
@@ -158,17 +172,18 @@ def warm_up(sampler: Any, prompts: list[list[int]], new: int) -> None:
     drain(sampler)
 
 
-def full(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -> dict[str, float]:
+def full(
+    model: Any, slots: int, options: argparse.Namespace, new: int = _NEW, adapters: dict[str, Any] | None = None
+) -> dict[str, float]:
     import jaxtune
 
     prompts = prompts_of(model, slots)
-    sampler = jaxtune.Sampler(model, slots, _PROMPT + new)
+    sampler = jaxtune.Sampler(model, slots, _PROMPT + new, adapters=adapters)
     began = time.perf_counter()
     warm_up(sampler, prompts, new)
     compiled = time.perf_counter() - began
     began = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        sampler.submit(prompt, new, temperature=1.0, index=index, eos_token_ids=())
+    submit(sampler, prompts, new)
     tokens, steps = drain(sampler)
     seconds = time.perf_counter() - began
     assert tokens == slots * new, (tokens, slots)
@@ -188,16 +203,25 @@ def full(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -
 
 
 def adapter_turns(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -> dict[str, Any]:
-    """Fills the slots of the model without an adapter, with one, and both once more."""
+    """Fills the slots of the model without an adapter, with one, with three of which each row has one or none, and all
+    once more.
+    """
+    from jaxtune.models.generation.adapters import Adapter
     from jaxtune.models.lora import get_peft_model
 
-    models = {"without": model, "with": get_peft_model(model, r=16)}
-    turns: dict[str, list[float]] = {name: [] for name in models}
+    adapters = {str(seed): Adapter.of(get_peft_model(model, r=16, seed=seed)) for seed in range(3)}
+    kinds = {"without": (model, None), "with": (get_peft_model(model, r=16), None), "of_rows": (model, adapters)}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for _ in range(2):
-        for name, each in models.items():
-            turns[name].append(full(each, slots, options, new)["decode_ms"])
-    share = sum(turns["without"]) / sum(turns["with"])
-    return {"decode_ms_without": turns["without"], "decode_ms_with": turns["with"], "share": share}
+        for name, (each, its_adapters) in kinds.items():
+            turns[name].append(full(each, slots, options, new, its_adapters))
+    lists = {
+        f"{key}_{name}": [turn[key] for turn in each]
+        for key in ("decode_ms", "tokens_per_second")
+        for name, each in turns.items()
+    }
+    without, one, of_rows = (sum(lists[f"decode_ms_{name}"]) for name in kinds)
+    return {**lists, "share": without / one, "share_of_rows": without / of_rows}
 
 
 def lognormal(model: Any, decode_rate: float, full_rate: float, rows: int) -> dict[str, float]:
@@ -231,6 +255,30 @@ def lognormal(model: Any, decode_rate: float, full_rate: float, rows: int) -> di
         "over_full_with_prefills": tokens / seconds / (full_rate * busy),
         "seconds": seconds,
     }
+
+
+def second_turn(model: Any, first: int) -> dict[str, Any]:
+    """first: tokens of the first prompt."""
+    import numpy as np
+
+    import jaxtune
+    from jaxtune.models.generation.slot_plan import prefix_room
+
+    found: dict[str, list[float]] = {}
+    for name, size in (("alone", 0), ("stored", prefix_room())):
+        with jaxtune.Sampler(model, 8, first + 256, first_at_once=True, prefix_bytes=size) as sampler:
+            for chat in range(4):
+                draw = np.random.default_rng(chat)
+                prompt, question = (draw.integers(3, model.config.vocab_size - 1, n).tolist() for n in (first, 100))
+                [row] = sampler.run([prompt], 64, eos_token_ids=())
+                began = time.perf_counter()
+                sampler.submit([*prompt, *row.ids, *question], 16, eos_token_ids=())
+                while not any(piece.ids for piece in sampler.step()):
+                    pass
+                found.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
+                drain(sampler)
+    least = {name: min(times[1:]) for name, times in found.items()}
+    return found | {"share": least["stored"] / least["alone"]}
 
 
 def by_transformers(case: Case, slots: int, new: int) -> dict[str, float]:
@@ -325,6 +373,8 @@ def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], No
         say(f"adapter_{slots}", adapter_turns(model, slots, options, new))
     if "one_row" in case.others:
         say("one_row", full(model, 1, options, new))
+    if "second_turn" in case.others:
+        say("second_turn", second_turn(model, 1200 if name == "tiny" else 16_000))
     if "lognormal" in case.others:
         decoding, whole = rates[min(rates)]
         say("lognormal", lognormal(model, decoding, whole, 8 if name == "tiny" else 1024))

@@ -83,6 +83,7 @@ def answer_file(
       grammar: that each answer follows, after its thoughts; of `grammars`; None: any answer.
       pictures: how those of rows are read, by a model with its tower; None: rows have none.
     """
+    from jaxtune.models.generation.prefixes import worthwhile_bytes
     from jaxtune.models.generation.sampler import Sampler
 
     rows = read_rows(prompts)
@@ -110,7 +111,9 @@ def answer_file(
             say(fitted(f"jaxtune: {progress}", terminal.console(stderr=True)), sys.stderr)
         if done_count == total:
             return
-        sampler = Sampler(model, slots, max(len(prompt.ids) for prompt in asked) + max_new_tokens)
+        asked_ids = [prompt.ids for prompt in asked]
+        longest, prefix_bytes = max(map(len, asked_ids)), worthwhile_bytes(asked_ids[done_count // num_answers :])
+        sampler = Sampler(model, slots, longest + max_new_tokens, prefix_bytes=prefix_bytes)
         seed, tokens, start_time = settings["seed"], 0, time.monotonic()
         indices = range(done_count, total)
         numbers = {}

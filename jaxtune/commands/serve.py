@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxtune.commands import common, pictures
 from jaxtune.system import progress, timing
@@ -17,11 +17,14 @@ from jaxtune.system.loopback import HOST, is_loopback
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
+    from jaxtune.models.generation.adapters import Adapter
+    from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve.readers import Readers
     from jaxtune.serve.served import ServedModel
 
 _KEY = "JAXTUNE_API_KEY"
 _MOST_KEY_BYTES = 65_536
+_ADAPTER_RANKS = 256
 
 
 # arguments: the words after `jaxtune serve`: a model folder, hub name or adapter folder, and options. It returns after
@@ -31,8 +34,9 @@ _MOST_KEY_BYTES = 65_536
 def run(arguments: Sequence[str]) -> None:
     """Answer programs that speak OpenAI's API, with a model and adapters over it.
 
-    Many clients share the slots of a model's sampler. SIGTERM, SIGHUP or Ctrl-C ends the server: no new requests are
-    taken, answers have --grace seconds to end, and the exit code is 0. A second one ends it at once.
+    Many clients, of the model and of all adapters, share the slots of one batch. SIGTERM, SIGHUP or Ctrl-C ends the
+    server: no new requests are taken, answers have --grace seconds to end, and the exit code is 0. A second one ends it
+    at once.
     """
     from jaxtune.serve import signals
 
@@ -50,6 +54,18 @@ def _run(arguments: Sequence[str]) -> None:
         metavar="NAME=FOLDER",
         help="an adapter over the same base, which clients ask for as model NAME; may be repeated",
     )
+    parser.add_argument(
+        "--adapters-below",
+        metavar="FOLDER",
+        help="clients may load the adapters in it while the server runs (POST /v1/load_lora_adapter), and unload them",
+    )
+    parser.add_argument(
+        "--adapter-ranks",
+        type=int,
+        metavar="R",
+        help=f"most ranks of all adapters in sum, for which memory stays free (default: {_ADAPTER_RANKS} with "
+        "--adapters-below, else those of --adapter)",
+    )
     parser.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST}, this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="0: a free one (default: 8000)")
     parser.add_argument(
@@ -63,10 +79,15 @@ def _run(arguments: Sequence[str]) -> None:
         help=f"the key itself, which other users of the machine can see in `ps` (default: ${_KEY})",
     )
     parser.add_argument(
-        "--slots", type=int, metavar="N", help="rows of one model that decode at once (default: by memory, at most 64)"
+        "--slots", type=int, metavar="N", help="rows that decode at once (default: by memory, at most 64)"
     )
     parser.add_argument(
         "--length", type=int, metavar="N", help="most tokens of a prompt and its answer (default: by memory)"
+    )
+    parser.add_argument(
+        "--no-prefixes",
+        action="store_true",
+        help="do not store states of prompts' beginnings, in a tenth of the free memory; answers are the same",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds that an answer may take (default: 600)"
@@ -129,33 +150,41 @@ def _key_in(file: Path) -> str:
 
 
 def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> None:
-    """Opens the socket, loads the models, and serves them until a signal. key: that clients must send; None: no key.
-
-    Each of N models has a sampler, made in order: the first may take 1/N of the free device memory for its slots, the
-    next 1/(N - 1) of what is left, and so on, also when one is made anew.
-    """
+    """Opens the socket, loads the models, and serves them until a signal. key: that clients must send; None: no key."""
     from jaxtune.models.generation.sampler import Sampler
+    from jaxtune.models.generation.slot_plan import prefix_room
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
+    from jaxtune.serve.loading import AdapterFolder
 
     timing.imported()
+    below, ranks = options.adapters_below, options.adapter_ranks
+    folder = None if below is None else AdapterFolder(Path(below).expanduser())
+    ranks = _ADAPTER_RANKS if ranks is None and folder is not None else ranks
     with server.listen(options.host, options.port) as listener:
         models = {served.name: served for served in _models(options)}
         readers.serve({name: served.readable for name, served in models.items()})
-        # They are made in this order, each with its part of the memory that those before it have left.
-        shares = (1 / (len(models) - index) for index in range(len(models)))
-        samplers = {
-            name: functools.partial(
-                Sampler, served.model, options.slots, options.length, memory_share=share, first_at_once=True
+        base = next(iter(models.values()))
+
+        def sampler(adapters: Mapping[str, Adapter]) -> Sampler:
+            began = time.monotonic()
+            settings = dict(slots=options.slots, length=options.length, adapter_ranks=ranks)
+            settings["prefix_bytes"] = 0 if options.no_prefixes else prefix_room()
+            sampler = Sampler(base.model, first_at_once=True, compiles_beside=True, adapters=adapters, **settings)
+            programs = sampler.prepare()
+            defaults = ", ".join(f"{key} {value:g}" for key, value in base.defaults.items())
+            say(
+                f"{', '.join((base.name, *adapters))}: {sampler.plan}; programs: {programs.loaded} loaded, "
+                f"{programs.compiled} compiled in {time.monotonic() - began:.1f} s"
+                + f"; unless a request says otherwise: {defaults}"
+                * bool(defaults)
             )
-            for (name, served), share in zip(models.items(), shares, strict=True)
-        }
-        engine = Engine(samplers, {name: served.tokenizer for name, served in models.items()})
-        for name, plan in engine.plans.items():
-            defaults = ", ".join(f"{key} {value:g}" for key, value in models[name].defaults.items())
-            say(f"{name}: {plan}" + f"; unless a request says otherwise: {defaults}" * bool(defaults))
+            return sampler
+
+        engine = Engine(sampler, models)
         with timing.phase("serve"):
-            server.Server(models, engine, listener, key, options.timeout, options.grace, readers).run_until_signal()
+            limits = options.timeout, options.grace
+            server.Server(engine, listener, key, *limits, readers, folder).run_until_signal()
 
 
 def _models(options: argparse.Namespace) -> list[ServedModel]:
@@ -163,10 +192,10 @@ def _models(options: argparse.Namespace) -> list[ServedModel]:
     ValueError: two have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
     """
     from jaxtune.models.adapters.adapter_config import base_of
-    from jaxtune.models.adapters.adapter_files import load_adapter
+    from jaxtune.models.adapters.adapter_files import to_host
     from jaxtune.models.ends import with_end_tokens
-    from jaxtune.models.files.model_folder import load_tokenizer
     from jaxtune.models.lora import without_adapter
+    from jaxtune.serve.loading import read_served
     from jaxtune.serve.served import ServedModel
 
     adapters = [_named(text) for text in options.adapter]
@@ -179,11 +208,8 @@ def _models(options: argparse.Namespace) -> list[ServedModel]:
     reads = {"pictures": reader, "why_no_pictures": why}
     models = [ServedModel(_name(name), with_end_tokens(base, tokenizer), tokenizer, **reads)]
     if path is not None:
-        models.append(ServedModel(_name(options.model), model, tokenizer, models[0].name, **reads))
-    for name, folder in adapters:
-        its_tokenizer: Any = load_tokenizer(folder) or tokenizer
-        adapted = with_end_tokens(load_adapter(base, folder), its_tokenizer)
-        models.append(ServedModel(name, adapted, its_tokenizer, models[0].name, **reads))
+        models.append(ServedModel(_name(options.model), to_host(model), tokenizer, models[0].name, **reads))
+    models += [read_served(models[0], name, folder) for name, folder in adapters]
     names = [served.name for served in models]
     for name in names:
         if names.count(name) > 1:

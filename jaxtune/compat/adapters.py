@@ -198,7 +198,7 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
     pairs = [(name, matrix.lora) for name, matrix in matrices(module) if matrix.lora is not None]
     keys = jax.random.split(jax.random.key(seed), len(pairs))
     for (_, lora), key in zip(pairs, keys, strict=True):
-        a: nnx.Param = lora.a
+        a = lora.a
         normal_draws = jax.random.normal(key, a.get_value().shape) / lora.rank
         a.set_value(normal_draws.astype(a.get_value().dtype))
 

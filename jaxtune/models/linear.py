@@ -82,6 +82,8 @@ class Lora(nnx.Module):
       dora: the magnitude starts at zero; get_peft_model sets it to the norms of the weight's rows.
     """
 
+    magnitude: nnx.Param | None
+
     def __init__(
         self,
         in_size: int,
@@ -96,8 +98,8 @@ class Lora(nnx.Module):
     ):
         # PEFT's initialisation, Kaiming uniform with a = sqrt(5): uniform in +-1 / sqrt(in).
         bound = 1.0 / math.sqrt(in_size)
-        self.a = nnx.Param(jax.random.uniform(key, (rank, in_size), jnp.float32, -bound, bound))
-        self.b = nnx.Param(jnp.zeros((out_size, rank), jnp.float32))
+        self.a: nnx.Variable = nnx.Param(jax.random.uniform(key, (rank, in_size), jnp.float32, -bound, bound))
+        self.b: nnx.Variable = nnx.Param(jnp.zeros((out_size, rank), jnp.float32))
         self.magnitude = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if dora else None
         self.alpha = alpha
         self.rslora = rslora
@@ -123,6 +125,32 @@ class Lora(nnx.Module):
         if self.magnitude is not None:
             row_scale = self.magnitude[...] / jax.lax.stop_gradient(row_norm(dense(base), a, b, self.scale))
         return LoraWeights(a, b, row_scale, self.scale)
+
+
+class GatedLora(Lora):
+    """Adapters of several models in one, side by side along the rank: a [R, in], b [out, R]. Each token takes the
+    columns of its own adapter; the others add 0. Not trained.
+
+      owners: int32[R], the number of the adapter that has a column; -1: nobody.
+      scales: float32[R], the columns' factors.
+    """
+
+    def __init__(self, a: jax.Array, b: jax.Array, owners: jax.Array, scales: jax.Array):
+        self.a, self.b = Frozen(a), Frozen(b)
+        self.owners, self.scales = Frozen(owners), Frozen(scales)
+        self.gate: Frozen | None = nnx.data(None)
+        self.magnitude, self.alpha, self.rslora, self.rate = None, float(a.shape[0]), False, 0.0
+
+    def choose(self, adapters: jax.Array) -> None:
+        """Sets whose columns each token takes: int32[...], its adapter's number; 0: none."""
+        chosen = adapters[..., None] == self.owners[...]
+        self.gate = Frozen(jnp.where(chosen, self.scales[...], 0.0))
+
+    def weights(self, base: jax.Array | Stored) -> LoraWeights:
+        """ValueError before `choose`."""
+        if self.gate is None:
+            raise ValueError("GatedLora: whose columns a token takes is not chosen")
+        return LoraWeights(self.a[...], self.b[...], gate=self.gate[...])
 
 
 def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
@@ -257,8 +285,11 @@ class Linear(nnx.Module):
 
     def plain(self, dtype, drops: bool) -> bool:
         """Whether the linear, applied to x in `dtype`, is only the product with a frozen weight, and perhaps an adapter
-        and a bias: no DoRA, QAT, observer, limits or dtype of its own, and if `drops`, no dropout.
+        and a bias: no DoRA, adapters of several models, QAT, observer, limits or dtype of its own, and if `drops`, no
+        dropout.
         """
+        if isinstance(self.lora, GatedLora):
+            return False
         if self.lora is not None and (self.lora.magnitude is not None or (drops and self.lora.rate > 0)):
             return False
         changed = self.fake_quant is not None or self.observer is not None or self.clips is not None

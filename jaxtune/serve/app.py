@@ -13,7 +13,7 @@ import hmac
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
@@ -27,6 +27,7 @@ from jaxtune.models.generation.requests import Piece
 from jaxtune.serve.engine import Answers, Engine, PromptScores
 from jaxtune.serve.errors import ApiError, encoded, panics
 from jaxtune.serve.forms import Answer, ResponsesAnswer, answer_to
+from jaxtune.serve.loading import AdapterFolder
 from jaxtune.serve.metrics import Metrics, Progress
 from jaxtune.serve.page import page
 from jaxtune.serve.readers import Readers
@@ -46,25 +47,27 @@ _LAST_WORDS_SECONDS = 1.0  # for the error that ends a stream
 
 
 def make_app(
-    models: Mapping[str, ServedModel], engine: Engine, key: str | None, local: bool, seconds: float, readers: Readers
+    engine: Engine, key: str | None, local: bool, seconds: float, readers: Readers, folder: AdapterFolder | None
 ) -> ASGIApp:
     """The ASGI application with all routes of the server.
 
-    models: {name in requests: model}.
-    engine: decodes the answers to all models' requests.
+    engine: has the models, and decodes the answers to their requests.
     key: the API key of all requests but those for / and /health; None: no key.
     local: the server listens on a loopback address only: Host and Origin are checked, so that no web page in the
       user's browser can ask it.
     seconds: from the arrival of a body until its answer has been made and, if streamed, read; else error 504.
     readers: read the bodies.
+    folder: of adapters that clients may load; None: they may not.
     """
-    api = _Api(models, engine, seconds, readers)
+    api = _Api(engine, seconds, readers, folder)
     app = Starlette(
         routes=[
             Route("/", api.page),
             Route("/health", api.health),
             Route("/v1/models", api.list_models),
             Route("/v1/models/{name:path}", api.one_model),
+            Route("/v1/load_lora_adapter", api.load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", api.unload_adapter, methods=["POST"]),
             Route("/v1/chat/completions", api.answer, methods=["POST"]),
             Route("/v1/completions", api.answer, methods=["POST"]),
             Route("/v1/responses", api.answer, methods=["POST"]),
@@ -179,8 +182,9 @@ def _brings(request: Request, key: str) -> bool:
 class _Api:
     """The handlers of the routes."""
 
-    def __init__(self, models: Mapping[str, ServedModel], engine: Engine, seconds: float, readers: Readers):
-        self._models, self._engine, self._seconds, self._readers = models, engine, seconds, readers
+    def __init__(self, engine: Engine, seconds: float, readers: Readers, folder: AdapterFolder | None):
+        self._engine, self._seconds, self._readers, self._folder = engine, seconds, readers, folder
+        self._changes = asyncio.Lock()  # of the models
         self.numbers = Metrics(engine)
         self._bodies_bytes = self._picture_bytes = 0
         self._forms = ThreadPoolExecutor(2, "answers")
@@ -191,8 +195,8 @@ class _Api:
         return page()
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200, or 503 from a failed round of the engine until one of any model succeeds; without the key
-        no word of the error.
+        """GET /health: 200, or 503 from a failed round of the engine until one succeeds; without the key no word of the
+        error.
         """
         if self._engine.failure is None:
             return Json({"status": "ok"})
@@ -210,21 +214,61 @@ class _Api:
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models: the base model first, then its adapters."""
-        return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
+        return Json({"object": "list", "data": [self._card(served) for served in self._engine.models.values()]})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/NAME, where NAME may contain slashes; ApiError (404) for an unknown one."""
-        name = request.path_params["name"]
-        if name not in self._models:
-            raise ApiError(404, f"model {name!r}: there are {', '.join(self._models)}", "model", "model_not_found")
-        return Json(self._card(self._models[name]))
+        return Json(self._card(self._engine.served(request.path_params["name"])))
 
     def _card(self, served: ServedModel) -> dict[str, object]:
         """OpenAI's JSON of a model, with `parent` (an adapter's base) and vLLM's `max_model_len` (prompt and
         answer).
         """
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
-        return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
+        return card | {"parent": served.base, "max_model_len": self._engine.plan.length}
+
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter: adds an adapter of the server's folder to the models, while others answer.
+        ApiError: 400, 404: it cannot be served; 403: it is elsewhere, or there is no such folder.
+        """
+        folder, values = self._folder_of_adapters(), await self._values(request)
+        name, path = str(values["lora_name"]), str(values["lora_path"])
+        async with self._changes:
+            models = self._engine.models
+            if name in models:
+                message = f"lora_name = {name!r}: is served already: unload it first, or take another name"
+                raise ApiError(400, message, "lora_name", "invalid_value")
+            base = next(served for served in models.values() if served.base is None)
+            served, adapter = await self._engine.unless_ended(asyncio.to_thread(folder.load, base, name, path))
+            await self._engine.load(served, adapter)
+            await self._tell_readers()
+        return Response(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter: takes an adapter off the models; answers under way go on. ApiError: 400: it is
+        none; 403: as `load_adapter`; 404: there is none of the name.
+        """
+        self._folder_of_adapters()
+        name = str((await self._values(request))["lora_name"])
+        async with self._changes:
+            await self._engine.unload(name)
+            await self._tell_readers()
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _folder_of_adapters(self) -> AdapterFolder:
+        if self._folder is None:
+            message = "adapters are neither loaded nor unloaded: start the server with --adapters-below FOLDER"
+            raise ApiError(403, message, code="forbidden")
+        return self._folder
+
+    async def _values(self, request: Request) -> dict[str, object]:
+        values, _ = await self._read(request)
+        assert isinstance(values, dict)
+        return values
+
+    async def _tell_readers(self) -> None:
+        models = {name: served.readable for name, served in self._engine.models.items()}
+        await asyncio.to_thread(self._readers.serve, models)
 
     async def answer(self, request: Request) -> Response:
         """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event. ApiError:
@@ -233,7 +277,7 @@ class _Api:
         request_values, arrived = await self._read(request)
         assert isinstance(request_values, ParsedRequest)
         deadline = arrived + self._seconds
-        served = self._models[request_values.model]
+        served = self._engine.served(request_values.model)
         progress = self.numbers.answer(served.name, request_values.prompt_tokens, arrived)
         answer = answer_to(request_values, served)  # before there are rows that an error would leave behind
         with contextlib.ExitStack() as held:
@@ -283,7 +327,7 @@ class _Api:
         try:
             data = await self._engine.unless_ended(_body(request, count))
             arrived = asyncio.get_running_loop().time()
-            lengths = {name: plan.length for name, plan in self._engine.plans.items()}
+            lengths = dict.fromkeys(self._engine.models, self._engine.plan.length)
             async with asyncio.timeout_at(arrived + self._seconds):
                 reading = self._readers.read(request.scope["path"], data, lengths)
                 return await self._engine.unless_ended(reading), arrived
@@ -298,7 +342,7 @@ class _Api:
             progress.add(_new_tokens(piece))
             with panics():
                 answer.add(index, piece)
-        progress.end()
+        progress.end(answer.usage)
         return await self._in_thread(lambda: encoded(answer.whole(), large=True))
 
     async def _events(
@@ -312,7 +356,7 @@ class _Api:
             make = functools.partial(_frames, answer, index, piece)
             for chunk in await self._in_thread(make) if answer.is_large else make():
                 yield chunk
-        progress.end()
+        progress.end(answer.usage)
         for chunk in answer.last_chunks():
             yield answer.frame(chunk)
         yield answer.last_frame

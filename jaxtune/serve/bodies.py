@@ -41,6 +41,7 @@ _MOST_STOP_TOKENS = 64
 _MOST_SHOWN = 80  # characters of a client's value in an error
 _MOST_DIGITS = 9  # of a token id
 _MOST_PATCHES = 65_536  # of a request's pictures: 400 MB in Qwen's
+_MOST_NAME, _MOST_PATH = 256, 4096  # characters
 _MANY_TOKENS = 2**30
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens where it is not a chat
 # What clients may say that changes no answer here.
@@ -222,6 +223,20 @@ class _Detokenize(BaseModel):
     tokens: Ids
 
 
+class _Unload(BaseModel):
+    """A body of /v1/unload_lora_adapter, with vLLM's keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: Annotated[str, Field(min_length=1, max_length=_MOST_NAME)]
+    lora_int_id: int | None = None  # ignored
+
+
+class _Load(_Unload):
+    """A body of /v1/load_lora_adapter."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=_MOST_PATH)]  # from the server's folder of adapters
+
+
 type Models = Mapping[str, Readable]
 type Lengths = Mapping[str, int]  # {model: the most tokens of a prompt and its answer}
 
@@ -389,6 +404,21 @@ def read_detokenize(body: object, models: Models, lengths: Lengths) -> dict[str,
     if wrong := next((token for token in values.tokens if not 0 <= token < size), None):
         raise ApiError(400, f"tokens: {wrong} is outside the vocabulary of {size}", "tokens", "invalid_value")
     return {"prompt": served.text(_short_enough(values.tokens, lengths[served.name] + 1), True)}
+
+
+def read_load(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
+    """{"lora_name", "lora_path"} of a body of /v1/load_lora_adapter. ApiError: 400: it is wrong."""
+    values = checked(_Load, body, {"load_inplace": False, "is_3d_lora_weight": False})
+    if not values.lora_name.isprintable():
+        raise ApiError(
+            400, f"lora_name = {_short(values.lora_name)}: has characters that are not printable", "lora_name"
+        )
+    return {"lora_name": values.lora_name, "lora_path": values.lora_path}
+
+
+def read_unload(body: object, models: Models, lengths: Lengths) -> dict[str, object]:
+    """{"lora_name"} of a body of /v1/unload_lora_adapter. ApiError: 400: it is wrong."""
+    return {"lora_name": checked(_Unload, body, {}).lora_name}
 
 
 def checked[B: BaseModel](kind: type[B], body: object, neutral: Mapping[str, object] = _NEUTRAL) -> B:

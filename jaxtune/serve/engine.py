@@ -1,8 +1,4 @@
-"""One thread drives the samplers of all models, each of which decodes the answers of many clients in slots.
-
-Each model (the base, and the base with each adapter) has a sampler, because rows of a batch multiply by the same
-weights. Samplers with rows take turns, a round of tokens each.
-"""
+"""One thread drives the sampler, which decodes the answers of many clients in slots, each by the base or an adapter."""
 
 from __future__ import annotations
 
@@ -16,13 +12,16 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 
-from jaxtune.models.generation.requests import Decodes, Piece, PromptPictures
+from jaxtune.models.generation.adapters import Adapter
+from jaxtune.models.generation.requests import Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import Row
+from jaxtune.serve.served import ServedModel
 from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
+_SCORING_SECONDS = 0.05  # between two looks whether a program that scores is ready
 _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients would wait for minutes
 
 
@@ -48,16 +47,16 @@ class Answers:
     The request's handler awaits `next` until `left` is 0, and must `close` whatever happens, so that no slot decodes
     for a client that is gone.
 
-      model: its name in requests. count: rows of the request.
+      served: the model that is asked. count: rows of the request.
 
     Attributes:
       left: rows whose last tokens `next` has not returned.
       numbers: of the rows in the sampler; only the engine's thread uses them.
     """
 
-    def __init__(self, engine: Engine, model: str, count: int):
+    def __init__(self, engine: Engine, served: ServedModel, count: int):
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self.model, self.count, self.left = model, count, count
+        self.served, self.count, self.left = served, count, count
         self.numbers: list[int] = []  # of the sampler's requests; the engine's thread sets them
         self._made: asyncio.Queue[tuple[int, Piece | PromptScores | _Failed]] = asyncio.Queue()
         self._closed = False
@@ -93,31 +92,36 @@ class Answers:
 
 
 class Engine:
-    """The samplers of several models, and the thread that drives them, which begins at once.
+    """The sampler of a base and its adapters, and the thread that drives it, which begins at once.
 
-    Samplers are used in that thread alone: the event loop queues functions for it (`_commands`) and gets results
-    through `Answers`. ValueError: too little memory for the slots.
+    The sampler is used in that thread alone: the event loop queues functions for it (`_commands`) and gets results
+    through `Answers`. ValueError: too little memory for the slots, or an adapter that rows of one batch cannot have.
 
     Args:
-      samplers: {model: makes its sampler}, called at once, and again after a failed round, whose arrays may be lost.
-      tokenizers: {model: finds stop strings}.
+      make: makes the sampler of {name: adapter}; called at once, and again after a failed round, whose arrays may be
+        lost.
+      models: {name: model}, those without a `base` first.
     Attributes:
-      failure: the error of the last round of any model, or of a later start of a request; None: neither failed.
-      plans: {model: SlotPlan}, the slots and the tokens of a row.
+      models: as they are now, in a dict that does not change.
+      failure: the error of the last round, or of a later start of a request; None: neither failed.
+      plan: the SlotPlan, of the slots and the tokens of a row.
     """
 
-    def __init__(self, samplers: Mapping[str, Callable[[], Sampler]], tokenizers: Mapping[str, Decodes]):
-        self._make, self._tokenizers = samplers, tokenizers
-        self._samplers = {name: make() for name, make in samplers.items()}
-        self._of_request: dict[tuple[str, int], tuple[Answers, int]] = {}  # of the engine's thread
+    def __init__(self, make: Callable[[Mapping[str, Adapter]], Sampler], models: Mapping[str, ServedModel]):
+        self._make, self.models = make, dict(models)
+        sampler = make(self._adapters())
+        self._sampler: Sampler | None = sampler  # None after a failure
+        self._of_request: dict[int, tuple[Answers, int]] = {}  # of the engine's thread
         self._scoring: collections.deque[tuple[Answers, int, Row, Hashable]] = collections.deque()
+        self._scores = False  # whether the last pass scored a prompt
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rows = 0  # that wait or decode, as the event loop counts
         self._ended: ApiError | None = None
         self._open: set[Answers] = set()
         self._awaited: set[asyncio.Future[None]] = set()  # each gets the error of `end`
         self.failure: str | None = None
-        self.plans = {name: sampler.plan for name, sampler in self._samplers.items()}
+        self.plan = sampler.plan
+        self._counts: dict[str, tuple[int, int]] = dict.fromkeys(self.models, (0, 0))
         self._thread = threading.Thread(target=self._drive, name="jaxtune serve: engine", daemon=True)
         self._thread.start()
         lifetimes.end_with(self, _end_thread, self._commands, self._thread)
@@ -128,28 +132,54 @@ class Engine:
         """Queues all rows or none, after the current pass of the engine's thread; a cancelled call cancels the rows.
         Rows of clients take turns, and so do a client's requests.
 
-        ApiError: 400: the sampler refuses a row; 429: more than 1,024 rows would wait or decode; 500: any other
-        failure; or the error of `end`.
+        ApiError: 400: the sampler refuses a row; 404: no such model; 429: more than 1,024 rows would wait or decode;
+        500: any other failure; or the error of `end`.
         """
+        served = self.served(model)
         if self._ended is not None:
             raise self._ended
         if self._rows + len(rows) > _MOST_ROWS:
             message = f"{self._rows} answers wait or are being made, and at most {_MOST_ROWS} may: ask again later"
             raise ApiError(429, message, code="rate_limit_exceeded")
-        answers = Answers(self, model, len(rows))
+        answers = Answers(self, served, len(rows))
         self._rows += len(rows)
         self._open.add(answers)
-        submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._awaited.add(submitted)
-        self._commands.put(lambda: self._submit(answers, rows, submitted, client))
         try:
-            await submitted
+            await self._done(lambda: self._place_rows(answers, rows, client))
         except BaseException:
             answers.close()
             raise
-        finally:
-            self._awaited.discard(submitted)
         return answers
+
+    def served(self, name: str) -> ServedModel:
+        """The model of a name; ApiError 404 for an unknown one."""
+        if name not in self.models:
+            raise ApiError(404, f"model {name!r}: there are {', '.join(self.models)}", "model", "model_not_found")
+        return self.models[name]
+
+    async def load(self, served: ServedModel, adapter: Adapter) -> None:
+        """Adds a model with an adapter. ApiError: 400: its name is taken, or the sampler refuses it; as `submit`."""
+        await self._done(lambda: self._load(served, adapter))
+
+    async def unload(self, name: str) -> None:
+        """Takes a model with an adapter away; rows that were submitted are answered. ApiError: 400: it has none; 404:
+        no such model; as `submit`.
+        """
+        await self._done(lambda: self._unload(name))
+
+    async def _done(self, command: Callable[[], None]) -> None:
+        """Waits until the engine's thread has called `command`. ApiError: its own, 400 for a ValueError, 500 for
+        another, or that of `end`.
+        """
+        if self._ended is not None:
+            raise self._ended
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.add(done)
+        self._commands.put(lambda: self._reported(command, done))
+        try:
+            await done
+        finally:
+            self._awaited.discard(done)
 
     async def unless_ended[T](self, work: Awaitable[T]) -> T:
         """The result of `work`, or the error of `end`, which cancels it."""
@@ -190,8 +220,7 @@ class Engine:
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """{model: (rows that decode, rows that wait)}, of about now."""
-        samplers = self._samplers.copy()
-        return {name: (sampler.pending - sampler.waiting, sampler.waiting) for name, sampler in samplers.items()}
+        return self._counts
 
     def close(self, seconds: float) -> bool:
         """Asks the thread to end; False if it has not within `seconds`: a pass that compiles may take minutes."""
@@ -202,20 +231,28 @@ class Engine:
 
     def _drive(self) -> None:
         while self._obey():
-            if self._scoring:
-                self._score_one()
-            for name in list(self._samplers):
-                if self._samplers[name].pending:
-                    self._step(name)
-        for sampler in self._samplers.values():
-            sampler.close()
+            self._scores = self._score_one()
+            if self._sampler is not None and self._sampler.pending:
+                self._step(self._sampler)
+            self._count()
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def _count(self) -> None:
+        counts = {name: [0, 0] for name in self.models}
+        waiting = set() if self._sampler is None else self._sampler.waiting_requests
+        for number, (answers, _) in self._of_request.items():
+            counts.setdefault(answers.served.name, [0, 0])[number in waiting] += 1
+        for answers, *_ in self._scoring:
+            counts.setdefault(answers.served.name, [0, 0])[1] += 1
+        self._counts = {name: (decoding, waiting) for name, (decoding, waiting) in counts.items()}
 
     def _obey(self) -> bool:
         """Calls the queued functions, and waits for one while there are no rows; False after `close`."""
-        waits = not self._scoring and not any(sampler.pending for sampler in self._samplers.values())
+        waits = not self._scores and (self._sampler is None or not self._sampler.pending)
         while True:
             try:
-                command = self._commands.get(waits)
+                command = self._commands.get(waits, _SCORING_SECONDS if self._scoring else None)
             except queue.Empty:
                 return True
             if command is None:
@@ -223,43 +260,65 @@ class Engine:
             command()
             waits = False
 
-    def _submit(self, answers: Answers, rows: Sequence[Row], submitted: asyncio.Future[None], client: Hashable) -> None:
-        """Submits rows to their sampler; `submitted` gets None or the ApiError, in the event loop. Raises nothing."""
+    def _reported(self, command: Callable[[], None], done: asyncio.Future[None]) -> None:
+        """Calls `command`; `done` gets None or the ApiError, in the event loop. Raises nothing."""
         error: ApiError | None = self._ended
         if error is None:
             try:
-                self._place_rows(answers, rows, client)
+                command()
+            except ApiError as refused:
+                error = refused
             except ValueError as refused:
                 error = _refusal(refused)
             except BaseException as failed:  # whatever a device, compiler or tokenizer raises: the thread must not end
                 error = self._failed(failed)
 
         def report() -> None:
-            if submitted.done():  # cancelled, or the server stops
+            if done.done():  # cancelled, or the server stops
                 return
             if error is None:
-                submitted.set_result(None)
+                done.set_result(None)
             else:
-                submitted.set_exception(error)
+                done.set_exception(error)
 
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            submitted.get_loop().call_soon_threadsafe(report)
+            done.get_loop().call_soon_threadsafe(report)
 
-    def _sampler(self, name: str) -> Sampler:
-        """A model's sampler, made anew after a failure. RuntimeError: too little memory for it."""
-        if name not in self._samplers:
+    def _adapters(self) -> dict[str, Adapter]:
+        return {
+            name: Adapter.of(served.model, name) for name, served in self.models.items() if served.adapter is not None
+        }
+
+    def _live_sampler(self) -> Sampler:
+        """The sampler, made anew after a failure. RuntimeError: too little memory for it."""
+        if self._sampler is None:
             try:
-                self._samplers[name] = self._make[name]()
+                self._sampler = self._make(self._adapters())
             except ValueError as error:  # which is no fault of the request
                 raise RuntimeError(str(error)) from error
-            self.plans[name] = self._samplers[name].plan
-        return self._samplers[name]
+            self.plan = self._sampler.plan
+        return self._sampler
+
+    def _load(self, served: ServedModel, adapter: Adapter) -> None:
+        if served.name in self.models:
+            raise ApiError(400, f"model {served.name!r} is there already: unload it first, or take another name")
+        self._live_sampler().load_adapter(served.name, adapter)
+        self.models = {**self.models, served.name: served}
+
+    def _unload(self, name: str) -> None:
+        if self.served(name).adapter is None:
+            raise ApiError(400, f"model {name!r} is no adapter: it stays as long as the server")
+        while any(is_its := [answers.served.name == name for answers, *_ in self._scoring]):
+            self._score(is_its.index(True))
+        if self._sampler is not None:
+            self._sampler.drop_adapter(name)
+        self.models = {other: served for other, served in self.models.items() if other != name}
 
     def _place_rows(self, answers: Answers, rows: Sequence[Row], client: Hashable) -> None:
-        """Submits rows to their model's sampler, or queues them to be scored before. ValueError: it refuses a row, and
-        the others are cancelled.
+        """Submits rows to the sampler, or queues them to be scored before. ValueError: it refuses a row, and the others
+        are cancelled.
         """
-        self._sampler(answers.model)
+        self._live_sampler()
         try:
             for index, row in enumerate(rows):
                 if row.scores_prompt:
@@ -271,7 +330,7 @@ class Engine:
             raise
 
     def _place(self, answers: Answers, index: int, row: Row, client: Hashable) -> None:
-        name, sampler = answers.model, self._sampler(answers.model)
+        served, sampler = answers.served, self._live_sampler()
         if row.max_new_tokens == 0:
             answers.put(index, Piece(-1, [], [], "length"))
             return
@@ -287,8 +346,8 @@ class Engine:
             top_logprobs=row.top_logprobs,
             repetition_penalty=row.repetition_penalty,
             stop_strings=row.stop_strings,
-            tokenizer=self._tokenizers[name],
-            eos_token_ids=[*([] if row.ignore_eos else sampler.ends), *row.stop_token_ids],
+            tokenizer=served.tokenizer,
+            eos_token_ids=[*([] if row.ignore_eos else served.ends), *row.stop_token_ids],
             presence_penalty=row.presence_penalty,
             frequency_penalty=row.frequency_penalty,
             logit_bias=row.logit_bias,
@@ -296,56 +355,73 @@ class Engine:
             client=(client, id(answers)),
             constraint=row.constraint,
             pictures=PromptPictures.of(row.pictures),
+            adapter=served.adapter,
         )
         answers.numbers.append(number)
-        self._of_request[name, number] = answers, index
+        self._of_request[number] = answers, index
 
-    def _score_one(self) -> None:
-        """Scores the prompt of the row that waits longest for it, and submits the row."""
-        answers, index, row, client = self._scoring.popleft()
+    def _score_one(self) -> bool:
+        """Scores the prompt of the row that waits longest, of those whose programs are ready, and submits the row.
+        Returns whether there was one.
+        """
+        for place, (answers, _, row, _) in enumerate(self._scoring):
+            if self._can_score(answers, row):
+                self._score(place)
+                return True
+        return False
+
+    def _score(self, place: int) -> None:
+        """Scores a row's prompt, by programs that may have to be compiled first, and submits it."""
+        answers, index, row, client = self._scoring[place]
+        del self._scoring[place]
         try:
-            answers.put(index, PromptScores(*self._sampler(answers.model).score(row.prompt, row.top_logprobs)))
+            scores = self._live_sampler().score(row.prompt, row.top_logprobs, answers.served.adapter)
+            answers.put(index, PromptScores(*scores))
             self._place(answers, index, row, client)
         except ValueError as refused:
             answers.put(index, _Failed(_refusal(refused)))
-        except BaseException as failed:  # as in _submit
+        except BaseException as failed:  # as in _reported
             answers.put(index, _Failed(self._failed(failed)))
 
+    def _can_score(self, answers: Answers, row: Row) -> bool:
+        try:
+            return self._live_sampler().can_score(len(row.prompt), answers.served.adapter)
+        except Exception:  # which scoring raises again
+            return True
+
     def _forget(self, answers: Answers) -> None:
-        sampler = self._samplers.get(answers.model)
         for number in answers.numbers:
-            owner, _ = self._of_request.get((answers.model, number), (None, 0))
-            if owner is answers and sampler is not None:  # a sampler that was made anew numbers from 0 again
-                del self._of_request[answers.model, number]
-                sampler.cancel(number)
+            owner, _ = self._of_request.get(number, (None, 0))
+            if owner is answers and self._sampler is not None:  # a sampler that was made anew numbers from 0 again
+                del self._of_request[number]
+                self._sampler.cancel(number)
         answers.numbers.clear()
         self._scoring = collections.deque(waiting for waiting in self._scoring if waiting[0] is not answers)
 
-    def _step(self, name: str) -> None:
-        """One round of a model's sampler. If it raises, the sampler is dropped and all its rows end with the error,
-        because its arrays may have been donated to the call that failed.
+    def _step(self, sampler: Sampler) -> None:
+        """One round. If it raises, the sampler is dropped and all its rows end with the error, because its arrays may
+        have been donated to the call that failed.
         """
         try:
-            pieces = self._samplers[name].step()
-        except BaseException as failed:  # as in _submit; the sampler's arrays may be gone
-            del self._samplers[name]
-            error = self._failed(failed)
-            for key in [key for key in self._of_request if key[0] == name]:
-                answers, index = self._of_request.pop(key)
+            pieces = sampler.step()
+        except BaseException as failed:  # as in _reported; the sampler's arrays may be gone
+            self._sampler, error = None, self._failed(failed)
+            for answers, index in self._of_request.values():
                 answers.put(index, _Failed(error))
+            self._of_request.clear()
             return
         self.failure = None
         for piece in pieces:
-            key = name, piece.request
-            if key in self._of_request:
-                answers, index = self._of_request[key]
+            if piece.request in self._of_request:
+                answers, index = self._of_request[piece.request]
                 if piece.finish_reason is not None:
-                    del self._of_request[key]
+                    del self._of_request[piece.request]
                 answers.put(index, _Failed(ApiError(400, piece.error)) if piece.finish_reason == "failed" else piece)
 
     def _cancel_all(self) -> None:
-        for name, number in self._of_request:
-            self._samplers[name].cancel(number)
+        for number in self._of_request:
+            if self._sampler is not None:
+                self._sampler.cancel(number)
         self._of_request.clear()
         self._scoring.clear()
 

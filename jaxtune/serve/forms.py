@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from jaxtune.conversations.answers import Pieces
 from jaxtune.models.generation.requests import Piece, text_of
 from jaxtune.serve.engine import PromptScores
 from jaxtune.serve.errors import ApiError, encoded
-from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.requests import ParsedRequest, Usage
 from jaxtune.serve.responses import Response
 from jaxtune.serve.served import ServedModel
 from jaxtune.serve.texts import Text
@@ -28,6 +29,7 @@ class _Choice:
     Attributes:
       tokens: so far, with those whose text is left out (an end token, a stop string).
       reason: OpenAI's finish_reason; None: the row has not ended.
+      reused: tokens of the prompt whose states an earlier prompt had left, once the row has ended.
     """
 
     def __init__(self, request_values: ParsedRequest, served: ServedModel, index: int):
@@ -45,7 +47,7 @@ class _Choice:
         # the most likely tokens at the position of each of these
         self._ranked: list[list[tuple[int, float]] | None] = []
         self._characters = 0  # before them
-        self.tokens = 0
+        self.tokens = self.reused = 0
         self.reason: str | None = None
 
     def add(self, piece: Piece | PromptScores, stream: bool) -> Pieces:
@@ -65,8 +67,13 @@ class _Choice:
         pieces += self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
         if piece.finish_reason is not None:
             pieces += self._text.end()
+            self.reused = piece.reused
             self.reason = "tool_calls" if self._text.calls else piece.finish_reason
         return pieces
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self._row.prompt
 
     @property
     def calls(self) -> list[dict[str, object]]:
@@ -215,17 +222,25 @@ class Answer:
     def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
         return self._head | {"choices": [choice]} | ({"usage": None} if self._asked.include_usage else {})
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, object]:
+        usage = self.usage
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.answer_tokens,
+            "total_tokens": usage.prompt_tokens + usage.answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.reused},
+        }
+
+    @property
+    def usage(self) -> Usage:
         return _usage(self._asked, self._choices)
 
 
-def _usage(asked: ParsedRequest, choices: Sequence[_Choice]) -> dict[str, int]:
-    prompt_tokens, answer_tokens = asked.prompt_tokens, sum(choice.tokens for choice in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": answer_tokens,
-        "total_tokens": prompt_tokens + answer_tokens,
-    }
+def _usage(asked: ParsedRequest, choices: Sequence[_Choice]) -> Usage:
+    """Each prompt counts once."""
+    answers = (next(group) for _, group in itertools.groupby(choices, lambda choice: choice.prompt))
+    reused = sum(choice.reused for choice in answers)
+    return Usage(asked.prompt_tokens, sum(choice.tokens for choice in choices), reused)
 
 
 class ResponsesAnswer:
@@ -243,6 +258,10 @@ class ResponsesAnswer:
 
     def whole(self) -> dict[str, object]:
         return self._response.whole
+
+    @property
+    def usage(self) -> Usage:
+        return _usage(self._asked, [self._choice])
 
     def first_chunks(self) -> list[dict[str, object]]:
         return self._response.begin()
@@ -264,7 +283,7 @@ class ResponsesAnswer:
         for kind, text in choice.add(piece, stream):
             events += self._response.add(kind, text)
         if choice.reason is not None:
-            events += self._response.end(choice.calls, choice.reason, _usage(self._asked, [choice]))
+            events += self._response.end(choice.calls, choice.reason, self.usage)
         return events
 
 

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from jaxtune.serve.engine import Engine
+from jaxtune.serve.requests import Usage
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -26,6 +27,11 @@ class Metrics:
 
         self._requests = counter("requests", "Requests that were answered or refused, by status.", "path", "status")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "model")
+        self._cached_tokens = counter(
+            "cached_prompt_tokens",
+            "Of them, those whose states an earlier prompt had left.",
+            "model",
+        )
         self._answer_tokens = counter("answer_tokens", "Tokens of answers.", "model")
         self._first, self._whole = (
             Histogram(f"jaxtune_{name}_seconds", words, ["model"], registry=self._registry, buckets=_SECONDS)
@@ -44,14 +50,15 @@ class Metrics:
     def answer(self, model: str, prompt_tokens: int, began: float) -> Progress:
         """Counts an answer that begins. began: of the monotonic clock, when its body had arrived."""
         self._prompt_tokens.labels(model).inc(prompt_tokens)
-        return Progress(self._answer_tokens.labels(model), self._first.labels(model), self._whole.labels(model), began)
+        tokens, cached = self._answer_tokens.labels(model), self._cached_tokens.labels(model)
+        return Progress(tokens, cached, self._first.labels(model), self._whole.labels(model), began)
 
 
 class Progress:
     """One request's answers."""
 
-    def __init__(self, tokens: Counter, first: Histogram, whole: Histogram, began: float):
-        self._tokens, self._first, self._whole = tokens, first, whole
+    def __init__(self, tokens: Counter, cached: Counter, first: Histogram, whole: Histogram, began: float):
+        self._tokens, self._cached, self._first, self._whole = tokens, cached, first, whole
         self._began, self._has_tokens = began, False
 
     def add(self, tokens: int) -> None:
@@ -60,7 +67,8 @@ class Progress:
             self._has_tokens = True
             self._first.observe(time.monotonic() - self._began)
 
-    def end(self) -> None:
+    def end(self, usage: Usage) -> None:
+        self._cached.inc(usage.reused)
         self._whole.observe(time.monotonic() - self._began)
 
 

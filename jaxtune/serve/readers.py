@@ -63,7 +63,7 @@ class Readers:
         self.close()
 
     def serve(self, models: Mapping[str, Readable]) -> None:
-        """Gives the processes the models, once."""
+        """Gives the processes the models; again after a change, of which each learns before its next request."""
         self._models = pickle.dumps(dict(models))
         self._known.set()
 
@@ -93,7 +93,7 @@ class Readers:
                 reader.end()
                 return
             self._known.wait()
-            if reader.ask(self._models, _START_SECONDS) is not None:
+            if reader.has(self._models):
                 self._idle.put(reader)
                 return
             reader.end()
@@ -111,8 +111,8 @@ class Readers:
         if reader is None or self._closed.is_set():
             self._idle.put(None)
             raise ApiError(503, "the server is stopping: ask again when it is back", code="stopping")
-        began = time.monotonic()
-        answer = reader.ask(message, _SECONDS)
+        knows, began = reader.has(self._models), time.monotonic()
+        answer = reader.ask(message, _SECONDS) if knows else None
         if answer is None:
             self._restart(reader)
             late = time.monotonic() - began >= _SECONDS
@@ -131,6 +131,7 @@ class _Reader:
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
+        self._models: bytes | None = None  # that it has
 
     @property
     def has_ended(self) -> bool:
@@ -150,6 +151,12 @@ class _Reader:
                 start_new_session=True,
             )
 
+    def has(self, models: bytes) -> bool:
+        """Whether it has the models, which it gets if need be."""
+        if self._models is not models and self.ask(models, _START_SECONDS) is not None:
+            self._models = models
+        return self._models is models
+
     def ask(self, message: bytes, seconds: float) -> bytes | None:
         """Its answer; None if it ended, or did not answer within `seconds`."""
         connection = self._connection
@@ -164,6 +171,7 @@ class _Reader:
 
     def end(self) -> None:
         process, connection, self._process, self._connection = self._process, self._connection, None, None
+        self._models = None
         if process is not None:
             process.kill()
             process.wait()

@@ -30,12 +30,14 @@ READS: dict[str, Callable[[object, Models, Lengths], Reading]] = {
     "/v1/responses": read_responses,
     "/tokenize": bodies.read_tokenize,
     "/detokenize": bodies.read_detokenize,
+    "/v1/load_lora_adapter": bodies.read_load,
+    "/v1/unload_lora_adapter": bodies.read_unload,
 }
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answers messages of the socket `descriptor`: first the models, then (path, body, lengths). Dies with the thread
-    that started it.
+    """Answers messages of the socket `descriptor`: first the models, then these again or (path, body, lengths). Dies
+    with the thread that started it.
     """
     if (connection := children.attach(descriptor, parent)) is None:
         return
@@ -44,16 +46,25 @@ def serve(descriptor: int, parent: int) -> None:
         message = children.receive(connection)
         if message is None:
             return
-        models = pickle.loads(message)
-        for model in models.values():
-            if model.tokenizer.chat_template:
-                model.reader(tools=False)
-            if model.pictures is not None:
-                _ = model.pictures.processor.size  # which imports the image processor
+        models = _prepared(pickle.loads(message))
     _limit_memory()
     children.send(connection, b"")
     while (message := children.receive(connection)) is not None:
-        children.send(connection, pickle.dumps(_answer(models, *pickle.loads(message))))
+        value = pickle.loads(message)
+        if isinstance(value, dict):
+            models = _prepared(value)
+            children.send(connection, b"")
+        else:
+            children.send(connection, pickle.dumps(_answer(models, *value)))
+
+
+def _prepared(models: Models) -> Models:
+    for model in models.values():
+        if model.tokenizer.chat_template:
+            model.reader(tools=False)
+        if model.pictures is not None:
+            _ = model.pictures.processor.size  # which imports the image processor
+    return models
 
 
 def _answer(models: Models, path: str, data: bytes, lengths: Lengths) -> Reading | tuple:

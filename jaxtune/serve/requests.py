@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -79,3 +79,11 @@ class ParsedRequest:
         """Of the pictures' patches, which all rows share."""
         pictures = self.rows[0].pictures
         return 0 if pictures is None else np.asarray(pictures["patches"]).nbytes
+
+
+class Usage(NamedTuple):
+    """The numbers of tokens of a request."""
+
+    prompt_tokens: int  # of all prompts, each counted once
+    answer_tokens: int
+    reused: int  # of the prompts, those whose states an earlier prompt had left

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from jaxtune.serve import bodies
 from jaxtune.serve.bodies import Lengths, Models, Objects, Positive
 from jaxtune.serve.errors import ApiError
-from jaxtune.serve.requests import ParsedRequest
+from jaxtune.serve.requests import ParsedRequest, Usage
 
 # What is not supported, and the value that asks for nothing.
 _NEUTRAL: dict[str, object] = {
@@ -165,9 +165,7 @@ class Response:
         self._text.append(text)
         return [*events, self._part_event("delta", delta=text)]
 
-    def end(
-        self, calls: Iterable[dict[str, object]], reason: str | None, usage: Mapping[str, int]
-    ) -> list[dict[str, object]]:
+    def end(self, calls: Iterable[dict[str, object]], reason: str | None, usage: Usage) -> list[dict[str, object]]:
         """The last events: calls, in the form of a chat, and the whole response, as in `whole` too."""
         events = self._close()
         for call in calls:
@@ -197,17 +195,17 @@ class Response:
         """The last event of a stream that fails, with a chat's `error` too, at which the openai package raises."""
         return self._event("error", code=error.code, message=error.message, param=error.param, **error.body())
 
-    def _response(self, status: str, reason: str | None, usage: Mapping[str, int] | None) -> dict[str, object]:
+    def _response(self, status: str, reason: str | None, usage: Usage | None) -> dict[str, object]:
         details = {"reason": "max_output_tokens"} if reason == "length" else None
         form = self._head | {"status": status, "incomplete_details": details, "output": list(self._output)}
         return form | {
             "usage": usage
             and {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.reused},
+                "output_tokens": usage.answer_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
+                "total_tokens": usage.prompt_tokens + usage.answer_tokens,
             }
         }
 

@@ -84,12 +84,24 @@ class ServedModel:
     """A model, with an adapter or without, under the name by which clients ask for it."""
 
     name: str  # the `model` of a request's body
-    model: Decoder  # the base model, or the base model with an adapter; the command makes the model's sampler of it
+    model: Decoder  # the base model, or the base model with an adapter, whose tensors may be in host memory
     tokenizer: Tokenizer  # decodes here; `readers` encode
     # for a model with an adapter, the name of its base model, which /v1/models shows as `parent`; None: it is the base
     base: str | None = None
     pictures: PictureReader | None = None  # how they are read, by a model with its tower
     why_no_pictures: str = Readable.why_no_pictures
+
+    @property
+    def adapter(self) -> str | None:
+        """By which name the sampler has its adapter; None: it has none."""
+        return None if self.base is None else self.name
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """Ids of the tokens that end its answers."""
+        from jaxtune.models.ends import end_token_ids
+
+        return end_token_ids(self.model)
 
     @functools.cached_property
     def readable(self) -> Readable:
@@ -109,10 +121,9 @@ class ServedModel:
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
-        from jaxtune.models.ends import end_token_ids
         from jaxtune.models.generation.grammars import Grammars
 
-        return Grammars(self.tokenizer, end_token_ids(self.model), self.model.config.vocab_size)
+        return Grammars(self.tokenizer, self.ends, self.model.config.vocab_size)
 
     def constrained(self, request_values: ParsedRequest) -> list[Row]:
         """The rows with constraints for their grammars. May take a second. ValueError: a grammar is not followed."""

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from types import FrameType
 
 import uvicorn
@@ -16,8 +15,8 @@ from jaxtune.serve import connections, signals
 from jaxtune.serve.app import make_app
 from jaxtune.serve.engine import Engine
 from jaxtune.serve.errors import ApiError
+from jaxtune.serve.loading import AdapterFolder
 from jaxtune.serve.readers import Readers
-from jaxtune.serve.served import ServedModel
 from jaxtune.system.loopback import is_loopback
 from jaxtune.system.terminal import say
 
@@ -49,24 +48,25 @@ class Server(uvicorn.Server):
       listener: on a loopback address, requests of another Host or Origin are refused; closed at the shutdown.
       key: the API key of all requests but those for / and /health; None: no key.
       seconds: until an answer has been made and read; else error 504.
+      folder: of adapters that clients may load; None: they may not.
     Attributes:
       second: the second signal, or a later one.
     """
 
     def __init__(
         self,
-        models: Mapping[str, ServedModel],
         engine: Engine,
         listener: socket.socket,
         key: str | None,
         seconds: float,
         grace: float,
         readers: Readers,
+        folder: AdapterFolder | None = None,
     ):
         self._engine, self._listener, self._grace = engine, listener, grace
         self.second: signal.Signals | None = None
         config = uvicorn.Config(
-            make_app(models, engine, key, is_loopback(listener.getsockname()[0]), seconds, readers),
+            make_app(engine, key, is_loopback(listener.getsockname()[0]), seconds, readers, folder),
             loop="asyncio",
             http=connections.Connection,
             backlog=connections.ACCEPTED_AT_ONCE,

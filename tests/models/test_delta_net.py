@@ -11,7 +11,7 @@ from tiny_models import tiny_config
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.layers.delta_net import DeltaNet, DeltaNetShape
 from jaxtune.models.layers.segment import Context
-from jaxtune.pallas.attention import packed_layout
+from jaxtune.pallas.attention import PackedLayout, packed_layout
 
 LENGTHS = (1, 2, 3, 4, 7)  # of prompts: fewer tokens than taps, as many as the window has, as many as taps, and more
 LONGEST, TAPS = max(LENGTHS), 4
@@ -52,6 +52,26 @@ def test_a_prompt_of_any_length_is_followed_as_in_a_whole_row(net, rows):
         at = np.array(LENGTHS) + more
         got, state = net.step(rows[np.arange(len(at)), at][:, None], state, jnp.asarray(at), context)
         np.testing.assert_allclose(got[:, 0], want[np.arange(len(at)), at], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("counts", [(1, 2, 9), (3, 9, 4)])
+def test_padding_after_the_next_tokens_changes_no_state(net, counts):
+    """Each row's state after a padded piece is the one after its tokens alone; pieces of one token are a step."""
+    rows = jax.random.normal(jax.random.key(2), (3, 17, 16))
+    state = prompt_state(net, rows[:, :8], (3, 5, 8))
+    piece = rows[:, 8:]
+    ends = np.where(np.arange(9) < np.array(counts)[:, None], np.array(counts)[:, None], np.arange(9))
+    starts = np.where(np.arange(9) < np.array(counts)[:, None], 0, np.arange(9))
+    layout = PackedLayout(jnp.asarray(starts), jnp.asarray(ends), max_documents=1)
+    out, after = net.step(piece, state, jnp.full(3, 8), Context(LayerSpec(), layout))
+    for row, count in enumerate(counts):
+        of_row = [part[row : row + 1] for part in state]
+        context = Context(LayerSpec(), packed_layout((1, count)))
+        wanted, expected = net.step(piece[row : row + 1, :count], of_row, jnp.full(1, 8), context)
+        np.testing.assert_allclose(out[row, :count], wanted[0], rtol=1e-4, atol=1e-5)
+        for found, other in zip(after, expected, strict=True):
+            np.testing.assert_allclose(found[row], other[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [1, 2])

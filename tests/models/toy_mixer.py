@@ -29,6 +29,7 @@ class Decay:
 
 class DecayMixer(nnx.Module):
     state_reads = ("trail",)
+    has_cache = False
 
     def __init__(self, shape: Decay, config, key, dtype):
         self.shape = shape
@@ -63,11 +64,14 @@ class DecayMixer(nnx.Module):
         return jnp.take_along_axis(values["trail"], (lengths - 1)[:, None, None], axis=1)
 
     def step(self, x, state, at, context):
-        def one(state, signal):
-            state = self.shape.share * state + signal
+        def one(state, token):
+            signal, real = token
+            state = jnp.where(real[:, None], self.shape.share * state + signal, state)
             return state, state
 
-        state, trail = jax.lax.scan(one, state[:, 0], jnp.moveaxis(self.in_proj(x), 1, 0))
+        layout = context.layout
+        tokens = jnp.moveaxis(self.in_proj(x), 1, 0), (layout.doc_end > layout.doc_start).T
+        state, trail = jax.lax.scan(one, state[:, 0], tokens)
         return self.out_proj(jnp.moveaxis(trail, 0, 1)), state[:, None]
 
     def waiting_bytes(self, sizes):

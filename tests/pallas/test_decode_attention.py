@@ -202,6 +202,36 @@ def test_a_chunk_sees_itself_and_the_cache(features, count):
         np.testing.assert_allclose(got[:, place], want, rtol=2e-5, atol=3e-6)
 
 
+@pytest.mark.full
+@hypothesis.settings(max_examples=8, deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+@hypothesis.given(
+    before=st.lists(st.integers(0, 1100), min_size=1, max_size=3),
+    count=st.integers(1, 520),
+    more=st.integers(0, 9),
+    features=st.sampled_from(sorted(FEATURES)),
+)
+def test_a_longer_cache_gives_a_chunk_the_same_bits(before, count, more, features):
+    """Of any number of tiles, of which more than those that exist hold other finite numbers."""
+    rng = np.random.default_rng(count)
+    options = dict(FEATURES[features], scale=scale_of(16))
+    query = jnp.asarray(rng.standard_normal((len(before), count, HEADS, 16)), jnp.float32)
+    new = jnp.asarray(rng.standard_normal((2, len(before), count, KV_HEADS, 16)), jnp.float32)
+    _, keys, values = texts(tuple(before), dim=16)
+    found = []
+    for capacity in (cache_capacity(max(*before, 1)), cache_capacity(max(*before, 1)) + 128 * more):
+        made = [cache_of(jnp.asarray(a), jnp.asarray(before), capacity) for a in (keys, values)]
+        unused = jnp.arange(capacity)[None, :] >= jnp.asarray(before)[:, None]
+        made = [jnp.where(unused[:, None, :, None], 3.0 * more, cache) for cache in made]
+        found.append(np.asarray(chunk_attention(query, *new, *made, jnp.asarray(before), **options)))
+    np.testing.assert_array_equal(found[0], found[1])
+    place = count // 2
+    for row, length in enumerate(before):
+        olds = keys[row, :length], values[row, :length]
+        every = [np.concatenate([old, fresh[row]])[None] for old, fresh in zip(olds, np.asarray(new), strict=True)]
+        want = definition(np.asarray(query[row : row + 1, place]), *every, [length + place + 1], **options)
+        np.testing.assert_allclose(found[0][row : row + 1, place], want, rtol=3e-5, atol=5e-6)
+
+
 @pytest.mark.parametrize("capacity", [128, 384])
 def test_a_chunk_is_written_as_its_tokens_are(capacity):
     before = (0, 5, 126)
@@ -213,6 +243,27 @@ def test_a_chunk_is_written_as_its_tokens_are(capacity):
         for step in range(count):
             expected = written(expected, jnp.asarray(new[:, step]), jnp.asarray(before) + step)
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.full
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(
+    before=st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    counts=st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    capacity=st.integers(1, 90),
+)
+def test_the_padding_of_a_chunk_is_not_written(before, counts, capacity):
+    """In a ring, too, where it would replace what later tokens see."""
+    counts = counts[: len(before)]
+    _, keys, _ = texts((100,) * len(before), dim=16)
+    cache = cache_of(jnp.asarray(keys[:, :60]), jnp.asarray(before), capacity)
+    new = np.stack([keys[row, length : length + 40] for row, length in enumerate(before)])
+    found = chunk_written(cache, jnp.asarray(new), jnp.asarray(before), jnp.asarray(counts))
+    expected = cache
+    for step in range(40):
+        places = np.where(step < np.array(counts), np.array(before) + step, -1)
+        expected = written(expected, jnp.asarray(new[:, step]), jnp.asarray(places))
+    np.testing.assert_array_equal(found, expected)
 
 
 # ---- the kernels for Hopper, interpreted where there is none

@@ -150,6 +150,46 @@ def test_a_gated_product_with_adapters(which):
     assert np.linalg.norm(got - reference.gated_product(x, gate, up, "silu")) > 0.1 * np.linalg.norm(got)
 
 
+def gated(lora: LoraWeights, rows: int, seed: int) -> LoraWeights:
+    """With a gate of two adapters' columns, of which each row takes one's or none, in an axis of its own."""
+    draw = np.random.default_rng(seed)
+    owners, factors = draw.integers(1, 3, lora.a.shape[0]), draw.uniform(0.5, 2, lora.a.shape[0]).astype(np.float32)
+    chosen = draw.integers(0, 3, rows)[:, None] == owners
+    return dataclasses.replace(lora, gate=jnp.where(chosen, factors, 0)[:, None])
+
+
+@given(
+    rows=st.sampled_from([1, 5, 17, 65, 128]),
+    ranks=st.lists(st.sampled_from([None, 5, 16, 24, 64]), min_size=3, max_size=3).filter(any),
+    seed=st.integers(0, 99),
+)
+@example(rows=5, ranks=[64, None, 16], seed=0)
+@settings(max_examples=4, deadline=None)
+def test_each_row_takes_its_own_columns(rows, ranks, seed):
+    """Of adapters side by side; a column that a row does not take adds nothing, even where it is not finite."""
+    sizes = 128, 64, 128
+    x, weights = normal(rows, 512), [normal(size, 512, seed=i + 1, scale=0.05) for i, size in enumerate(sizes)]
+    loras = [
+        rank and gated(adapter(size, 512, rank, 1.0, 10 + i), rows, seed + i)
+        for i, (size, rank) in enumerate(zip(sizes, ranks, strict=True))
+    ]
+    pair = [loras[0], loras[2]]
+    with interpreted(HOPPER):
+        parts = products(x, weights, loras)
+        joined = gated_product(x, weights[0], weights[2], "silu", pair)
+    most = max(rank or 0 for rank in (ranks[0], ranks[2]))
+    assert dispatch.record["products"][0] == "triton"
+    assert dispatch.record["gated_product"][0] == ("reference" if rows > 64 and most > 32 else "triton")
+    near(parts.astype(jnp.float32).sum(0), reference.products(wide(x), wide(weights), wide(loras))[0], 1e-3)
+    near(joined, reference.gated_product(wide(x), *wide([weights[0], weights[2]]), "silu", wide(pair)))
+    for index, lora in enumerate(loras):
+        if lora is not None:
+            free = np.asarray(lora.gate[:, 0] == 0).all(0)
+            loras[index] = dataclasses.replace(lora, a=lora.a.at[free].set(jnp.inf))
+    with interpreted(HOPPER):
+        np.testing.assert_array_equal(products(x, weights, loras), parts)
+
+
 def test_a_row_with_an_adapter_has_the_same_bits_beside_others():
     x, weight, lora = normal(16, 512), normal(64, 512, seed=1), adapter(64, 512, 16, 2.0, 2)
     with interpreted(HOPPER):

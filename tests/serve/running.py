@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import http.client
 import json
 import subprocess
@@ -20,6 +19,7 @@ import jaxtune
 from jaxtune.models.ends import with_end_tokens
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.engine import Engine
+from jaxtune.serve.loading import AdapterFolder
 from jaxtune.serve.readers import Readers
 from jaxtune.serve.served import ServedModel
 from jaxtune.serve.server import Server, listen
@@ -64,11 +64,10 @@ def stub_model(name, model, tokenizer) -> ServedModel:
     return ServedModel(name, model, tokenizer)
 
 
-def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256) -> Engine:
-    made = {
-        name: functools.partial(Sampler, one.model, slots, length, first_at_once=True) for name, one in models.items()
-    }
-    return Engine(made, {name: one.tokenizer for name, one in models.items()})
+def engine_of(models: dict[str, ServedModel], slots: int = 4, length: int = 256, **settings) -> Engine:
+    base = next(iter(models.values())).model
+    settings = dict(first_at_once=True, prefix_bytes=10**9) | settings
+    return Engine(lambda adapters: Sampler(base, slots, length, adapters=adapters, **settings), models)
 
 
 _readers: dict[tuple, Readers] = {}
@@ -91,11 +90,12 @@ def serving(
     seconds: float = 120.0,
     grace: float = 5.0,
     readers: Readers | None = None,
+    folder: AdapterFolder | None = None,
 ) -> Iterator[tuple[int, Server]]:
     """(port, server); the engine is left as it is. readers: None: those of all servers of these tokenizers."""
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = Server(models, engine, listener, key, seconds, grace, readers or readers_of(models))
+    server = Server(engine, listener, key, seconds, grace, readers or readers_of(models), folder)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import threading
 
 import pytest
@@ -44,6 +46,23 @@ def texts(port: int, body: dict) -> list[str]:
     status, answer = ask(port, "/v1/completions", body)
     assert status == 200, answer
     return [choice["text"] for choice in answer["choices"]]
+
+
+def test_a_beginning_is_prefilled_once(port):
+    """Of a second turn the first prompt's whole blocks, once for each prompt however many answers it has."""
+    first = [(7 * place + 3) % 48 for place in range(530)]
+    body = dict(model="drawn", max_tokens=4, temperature=0, n=2)
+    cached = []
+    for asked in ([first], [[*first, 5, 6, 7]], [first, [9, *first]]):
+        status, answer = ask(port, "/v1/completions", body | {"prompt": asked})
+        assert status == 200, answer
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, asked))
+    assert cached == [0, 512, 512]
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    assert 'jaxtune_cached_prompt_tokens_total{model="drawn"} 1024.0' in text
 
 
 @pytest.mark.full

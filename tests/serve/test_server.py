@@ -71,6 +71,7 @@ def test_an_answer_is_that_of_generate(models, port, name):
         "prompt_tokens": len(prompt),
         "completion_tokens": len(ids),
         "total_tokens": len(prompt) + len(ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert answer["model"] == name and choice["finish_reason"] == ("stop" if len(ids) < 24 else "length")
     other = models["mine" if name == "base" else "base"].model
@@ -278,7 +279,7 @@ def raw_request(body: dict, path: str = CHAT) -> bytes:
 
 
 def pending(engine: Engine) -> int:
-    return sum(sampler.pending for sampler in engine._samplers.values())
+    return engine._sampler.pending
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -317,16 +318,15 @@ def test_the_server_goes_on_after_the_engine_failed(models, engine, port, monkey
 def test_a_sampler_for_which_memory_is_gone_is_no_fault_of_the_request(models):
     own = engine_of({"base": models["base"]}, length=128)
 
-    def too_little():
+    def too_little(adapters):
         raise ValueError("Sampler: too little memory")
 
     with serving(models, own) as (port, _):
-        own._samplers.clear()
-        own._make["base"] = too_little
+        own._sampler, own._make = None, too_little
         status, answer = ask(port, CHAT, GOOD | {"max_tokens": 3})
         assert status == 500 and "too little memory" in answer["error"]["message"] and ask(port, "/health")[0] == 503
-        own._make["base"] = lambda: Sampler(models["base"].model, 2, 64)
-        assert chat(port, max_tokens=3)["choices"] and own.plans["base"].length == 64
+        own._make = lambda adapters: Sampler(models["base"].model, 2, 64)
+        assert chat(port, max_tokens=3)["choices"] and own.plan.length == 64
     assert own.close(120)
 
 
@@ -368,7 +368,7 @@ def test_a_second_signal_ends_at_once(models, patient):
 
     own = engine_of({"base": models["base"]})
     with listen("127.0.0.1", 0) as listener:
-        server = Server(models, own, listener, None, 60.0, 60.0, readers_of(models))
+        server = Server(own, listener, None, 60.0, 60.0, readers_of(models))
         server.handle_exit(signal.SIGINT, None)
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
@@ -396,7 +396,7 @@ def test_a_second_signal_ends_answers_that_have_begun(models, patient):
 
     signalled: list[float] = []
     with listen("127.0.0.1", 0) as listener:
-        server = Server(models, own, listener, None, 60.0, 60.0, readers_of(models))
+        server = Server(own, listener, None, 60.0, 60.0, readers_of(models))
         client = threading.Thread(target=ask_and_interrupt)
         client.start()
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):

@@ -26,7 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxtune
 from jaxtune.models.config import RopeConfig
 from jaxtune.models.generation import slots
+from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.lora import without_adapter
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.models.programs.described import Digests, Undescribed, replaced
 from jaxtune.models.programs.kept import Function, Request, programs_of
@@ -397,13 +399,19 @@ def test_a_function_runs_where_its_arguments_are(kept, lowerings, monkeypatch):
     assert bits(function("x", 2, *jax.device_put(arguments, on_host))) == bits(powers("x", 2, *arguments))
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_logprobs": 2}], ids=["plain", "more"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"repetition_penalty": 1.3, "top_logprobs": 2}, {"adapter": "one"}],
+    ids=["plain", "more", "adapters of rows"],
+)
 def test_a_sampler_of_loaded_programs_samples_the_same(kept, lowerings, monkeypatch, options):
     model, prompts = lora_model(layers=2), [[1, 2, 3], [4] * 20, [5]]
+    adapters = {"one": Adapter.of(model)} if "adapter" in options else {}
+    model = without_adapter(model) if adapters else model
 
     def sampled() -> list:
         slots.programs.cache_clear()
-        with Sampler(model, slots=2, length=64) as sampler:
+        with Sampler(model, slots=2, length=64, adapters=adapters) as sampler:
             rows = list(sampler.run(prompts, 20, temperature=1.0, seed=3, **options))
         return [(row.ids, row.logprobs, row.top_logprobs) for row in rows]
 

@@ -277,6 +277,29 @@ class Scripted:
         return [Piece(number, made[:1], [-1.0], None), Piece(number, made[1:], [-1.0] * (len(made) - 1), reason)]
 
 
+def test_a_turn_prefills_what_follows_the_prompt_before():
+    """And has the tokens and log-probabilities that it has after nothing."""
+    model = tiny_model(initializer_range=0.5, max_position_embeddings=1024)
+    sampling = Sampling(Settings(max_completion_length=200, temperature=1.0, slots=2), (), str)
+    first = [(7 * place + 3) % 48 for place in range(600)]
+
+    def turn(sampler, prompt):
+        sampling.submit(sampler, prompt, 4, 3)
+        pieces = []
+        while sampler.pending:
+            pieces += sampler.step()
+        ids = [token for piece in pieces for token in piece.ids]
+        return ids, [value for piece in pieces for value in piece.logprobs], sum(piece.reused for piece in pieces)
+
+    with sampling.sampler(model, [first], turns=True) as sampler:
+        ids, _, nothing = turn(sampler, first)
+        second = [*first, *ids, *range(5, 30)]
+        answer = turn(sampler, second)
+    with sampling.sampler(model, [first], turns=True) as sampler:
+        alone = turn(sampler, second)
+    assert answer[:2] == alone[:2] and (nothing, answer[2], alone[2]) == (0, 512, 0)
+
+
 ASK = [{"role": "user", "content": "6 times 7?"}]
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call><|im_end|>'
 
@@ -286,8 +309,8 @@ def turns_of(tokenizer, tools, script, most=200, **options):
     scripted = Scripted(tokenizer, script)
 
     class Written(Sampling):
-        def sampler(self, model, prompts, alone=False):
-            assert alone
+        def sampler(self, model, prompts, turns=False):
+            assert turns
             return scripted
 
     settings = Settings(max_completion_length=most)

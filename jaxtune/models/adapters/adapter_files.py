@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class ExpertTensor:
         value = self.variable.get_value()
         return (value.transpose(1, 2, 0) if self.is_b else value).reshape(self.shape)
 
-    def set_value(self, value: jax.Array) -> None:
+    def set_value(self, value: jax.Array | np.ndarray) -> None:
         experts, first, second = self.variable.shape
         if self.is_b:
             value = value.reshape(first, second, experts).transpose(2, 0, 1)
@@ -208,6 +208,23 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     Raises ValueError for damaged or pickled files, an unsupported PEFT feature, targets that match nothing, tensors
     that do not fit or are not finite, another base by its digest, or a model with an adapter.
     """
+    return _moved(adapter_on_host(model, path), jnp.asarray)
+
+
+def to_host(model: Decoder) -> Decoder:
+    """Moves an adapter's tensors to host memory, in place, as numpy arrays."""
+    return _moved(model, np.asarray)
+
+
+def _moved(model: Decoder, move: Callable[[jax.Array | np.ndarray], jax.Array | np.ndarray]) -> Decoder:
+    for tensor in adapter_tensors(model).values():
+        variable = tensor.variable if isinstance(tensor, ExpertTensor) else tensor
+        variable.set_value(move(variable.get_value()))
+    return model
+
+
+def adapter_on_host(model: Decoder, path: str | os.PathLike) -> Decoder:
+    """load_adapter with the adapter's tensors in host memory, as numpy arrays."""
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
     if model.config.head.is_text:
@@ -274,7 +291,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
     _share_base(model, adapted)
     for key, variable in variables.items():
-        variable.set_value(jnp.asarray(arrays[key], jnp.float32))
+        variable.set_value(np.asarray(arrays[key], np.float32))
     if over is not None and over.qat is not None:
         adapted = rounded_by(adapted, over.qat)
     return with_end_token_ids(adapted, () if over is None else over.eos_token_ids)

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import PromptPictures, StopStrings, checked_length, checked_prompt, seeds_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
@@ -118,6 +119,7 @@ def generate(
         most_slots=min(_bucket(len(rows), 1), _MOST_SLOTS),
         deterministic=deterministic,
         tokens_per_round=1 if streamer is not None else 8,
+        prefix_bytes=None if deterministic else worthwhile_bytes(rows),
     )
     answers: list[list[int]] = [[] for _ in rows]
     logprobs: list[list[float]] = [[] for _ in rows]

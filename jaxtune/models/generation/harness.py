@@ -31,6 +31,7 @@ except ImportError as error:
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
+from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.hf import from_pretrained
 
@@ -200,7 +201,12 @@ class JaxtuneLM(TemplateLM):
                     f"JaxtuneLM: max_gen_toks = {new} leaves no room for a prompt in max_length = {self.max_length}"
                 )
             prompts = [self.tok_encode(requests[index].args[0])[new - self.max_length :] for index in indices]
-            sampler = Sampler(self.model, length=max(map(len, prompts)) + new, most_slots=self.batch_size)
+            sampler = Sampler(
+                self.model,
+                length=max(map(len, prompts)) + new,
+                most_slots=self.batch_size,
+                prefix_bytes=worthwhile_bytes(prompts),
+            )
             rows = sampler.run(
                 prompts,
                 new,

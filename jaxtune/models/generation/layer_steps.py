@@ -35,7 +35,8 @@ def through_layers(
     states: a pytree for each layer.
     positions: int32[N], the position of each row's first token; -1 for none.
     tables: rotary tables, one for each rotary base.
-    real: bool[N]; False for a row that does not decode, whose results are ignored.
+    real: bool[N]; False for a row that does not decode, whose results are ignored. bool[N, C]: for each token, of which
+      those that pad a row come last.
     batch_invariant: a row must have the same bits beside any other rows.
     """
     x, new_states, shared = model.embed(tokens), [], {}
@@ -75,10 +76,12 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
 
 
 def _context(spec: LayerSpec, length: int, tables, real) -> Context:
-    """Rows where `real` (bool[N]) is False are padding."""
+    """Rows or tokens where `real` (bool[N] or bool[N, length]) is False are padding."""
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(real), length))
-    end = jnp.where(real[:, None], length, index)
-    return Context(spec, PackedLayout(jnp.where(real[:, None], 0, index), end, tables, max_documents=1))
+    count = length if real.ndim == 1 else real.sum(1, keepdims=True, dtype=jnp.int32)
+    real = real[:, None] if real.ndim == 1 else real
+    end = jnp.where(real, count, index)
+    return Context(spec, PackedLayout(jnp.where(real, 0, index), end, tables, max_documents=1))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -13,8 +13,10 @@ import jax
 import numpy as np
 
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.prefixes import BLOCK, Prefixes, block_keys, which_are_caches
+from jaxtune.models.generation.ready import Blocks, Extend, Grow, Insert, Pack, Prefill, Ready, Size
 from jaxtune.models.generation.requests import Request
-from jaxtune.models.generation.slot_plan import length_bucket
+from jaxtune.models.generation.slot_plan import length_bucket, next_power
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.layers.attention import Attention
 
@@ -22,7 +24,9 @@ _SMALLEST = 16  # prompts are padded to at least this many tokens
 _SHORTEST_PACKED = 128  # from this padded length on, prompts are packed; caches of shorter ones are as long as this
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 _NO_SLOT = np.iinfo(np.int32).max  # a slot to which nothing is copied
+_LEAST_USUAL, _STEP = 32, 4  # widths that are compiled ahead: the longest, and each a quarter of the one before
 _AHEAD = 2  # with fewer of them, prompts are prefilled for which no slot is free yet
+_SHORTEST_PIECE = 512  # to which the last piece of a prompt is padded at least
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,6 +35,7 @@ class Batch:
 
     states: device.States  # those of all rows of the batch: arrays whose first axis is the row
     rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}
+    reused: int = 0  # tokens of the prompt, which is alone, whose states an earlier prompt had left
 
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
@@ -55,26 +60,39 @@ class Batch:
 
 @dataclasses.dataclass
 class _Long:
-    """A prompt that is being prefilled in several chunks."""
+    """A prompt that is being prefilled in several pieces."""
 
     request: Request  # a waiting request with this prompt; others may have the same
-    states: device.States  # the states after its first `done` tokens
-    done: int  # how many tokens of the prompt have been prefilled
+    width: int  # of the program for the last piece
+    room: int  # tokens for which the states have room
+    keys: list[bytes]  # of its whole blocks; empty if no beginnings are reused
+    known: int  # how many of them had been there
+    states: device.States = None  # the states after its first `done` tokens
+    done: int = 0  # how many tokens of the prompt are in the states
+    reused: int = 0  # and how many of these an earlier prompt had left
 
 
 class Prefills:
     """Prefills the prompts of waiting requests before a slot is free, and keeps their states.
 
-    If all mixers are attention and layers exchange nothing, one program packs prompts into one row of `chunk` tokens,
-    or half as many, or `at_once` while most slots are free. They must fill half of it, and round up to the same power
-    of two. Other prompts are padded rows; one longer than `chunk` takes a program for its first tokens and one for each
-    whole chunk.
+    A prompt longer than a piece is prefilled alone, in pieces that end at multiples of a piece's tokens, the last with
+    padding: what states a piece leaves depends on the tokens up to its end alone. A piece has `chunk` tokens, or with
+    `prefix_bytes` at most 512, and the states after each are stored for later prompts that begin with the same tokens
+    (prefixes.py), which get the bits that they get without. Only what a prefill made is stored, no decoded token, and
+    nothing of prompts with pictures.
+
+    If all mixers are attention and layers exchange nothing, one program packs shorter prompts into one row of `chunk`
+    tokens, or half as many, or `at_once` while most slots are free. They must fill half of it, and round up to the same
+    power of two. Other prompts are padded rows.
 
     A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
     program of few tokens takes about as long as one of several times as many.
 
       structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
+      ready: where the program for a prompt's length is not compiled, a longer one's is used; not with one_at_a_time.
+      gated: whether rows may have adapters.
+      prefix_bytes: for the states of prompts' beginnings; 0: nothing is stored, with the same pieces; None: nothing is.
 
     Attributes:
       switch: the row length above which a longrope model needs other states, or slots.NEVER.
@@ -88,9 +106,13 @@ class Prefills:
         chunk: int,
         at_once: int,
         one_at_a_time: bool,
+        ready: Ready,
+        gated: bool = False,
+        prefix_bytes: int | None = None,
     ):
-        self._programs, self._structure, self._shapes, self._one = programs, structure, shapes, one_at_a_time
-        self._chunk, self._at_once = chunk, at_once
+        self._programs, self._one = programs, one_at_a_time
+        self.use(structure, shapes, gated)
+        self._chunk, self._at_once, self._ready = chunk, at_once, ready
         layers = structure.model(shapes).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
         alone = not any(layer.takes or layer.gives for layer in layers)
@@ -102,15 +124,24 @@ class Prefills:
             if rope.kind == "longrope"
         )
         self.switch = min(originals, default=device.NEVER)
+        self._piece = chunk if prefix_bytes is None else min(chunk, BLOCK)
+        self._prefixes: Prefixes | None = None
+        if prefix_bytes:
+            are_caches = which_are_caches(structure, self._shapes, self._states_shape(1))
+            self._prefixes = Prefixes(self._piece, prefix_bytes, are_caches)
         self._wanted: collections.Counter[bytes] = collections.Counter()
         self._batches: list[Batch] = []
         self._long: _Long | None = None
 
+    def use(self, structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], gated: bool) -> None:
+        """Takes the model with other adapters; states of prompts stay."""
+        self._structure, self._shapes, self._gated = structure, tuple(shapes), gated
+
     def add_waiting(self, request: Request) -> bytes:
         """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
-        prompts share it.
+        prompts with the same adapter share it.
         """
-        key = np.asarray(request.tokens, np.int32).tobytes()
+        key = np.asarray([request.adapter, *request.tokens], np.int32).tobytes()
         if request.pictures is not None:
             key += request.pictures.key()
         self._wanted[key] += 1
@@ -136,10 +167,23 @@ class Prefills:
         batch = self.ready(request)
         assert batch is not None
         self.remove_waiting(request)
+        if not request.placements:  # not what its first stay in a slot has left
+            request.reused = batch.reused
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Waits for all prefilled states and frees them."""
+        """Waits for all prefilled states and frees them, also those of prompts' beginnings."""
+        self.forget_batches()
+        if self._prefixes is not None:
+            self._prefixes.forget()
+
+    def forget_adapter(self, number: int) -> None:
+        """Frees the states of beginnings of prompts with an adapter."""
+        if self._prefixes is not None:
+            self._prefixes.forget_adapter(number)
+
+    def forget_batches(self) -> None:
+        """Waits for the states of prompts that wait for slots, and frees them."""
         jax.block_until_ready([batch.states for batch in self._batches])
         if self._long is not None:
             jax.block_until_ready(self._long.states)
@@ -148,7 +192,7 @@ class Prefills:
     def advance(
         self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, budget: float, capacity: int
     ) -> int:
-        """Dispatches one program: the next chunk of a long prompt, or the first waiting prompt and others alike.
+        """Dispatches one program: the next piece of a long prompt, or the first waiting prompt and others alike.
         Returns its tokens with padding; 1 for a prompt of one token, which needs none.
 
           leaves: the model's arrays, in the order of jax.tree.leaves.
@@ -158,42 +202,108 @@ class Prefills:
           capacity: tokens of the slots' caches.
         """
         if self._long is not None:
-            return self._next_chunk(leaves, self._long)
+            return self._next_piece(leaves, self._long)
         # As many as a program can take, unless prompts would wait in too many batches (_keep drops the oldest).
         ahead = 2 * self._chunk // _SHORTEST_PACKED if len(self._batches) < _AHEAD and not self._one else 0
         nearest = list(itertools.islice(waiting, max(free, ahead)))
         first = nearest[0]
         count = len(first.tokens) - 1
         if count == 0:
-            states = device.empty_states(self._structure, self._shapes, 1, 1)
+            states = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._states_shape(1))
             self._keep(Batch(states, {first.key: 0}))
             return 1
         if first.pictures is not None:
-            self._keep(Batch(self._prefill(leaves, [first], count, _padded(count)), {first.key: 0}))
+            self._keep(Batch(self._prefill(leaves, [first], count, _padded(count), _padded(count)), {first.key: 0}))
             return _padded(count)
-        if count > self._chunk:
-            begin = (count - 1) % self._chunk + 1
-            self._long = _Long(first, self._prefill(leaves, [first], begin, length_bucket(count)), begin)
-            return _padded(begin)
-        width = _padded(count)
-        alike = [r for r in nearest if r.pictures is None and len(r.tokens) > 1]
+        if count > self._piece:
+            self._long = self._begun(first, capacity)
+            return self._next_piece(leaves, self._long)
+        width, _ = self._chosen(count, capacity) or (_padded(count), 0)
+        alike = [r for r in nearest if r.pictures is None and 1 < len(r.tokens) <= self._piece + 1]
         candidates = {r.key: r for r in alike if _padded(len(r.tokens) - 1) <= capacity}
         candidates = [request for request in candidates.values() if self.ready(request) is None]
-        if self._packs and _SHORTEST_PACKED <= _power(count) <= self._chunk // 2:
-            alike = [request for request in candidates if _power(len(request.tokens) - 1) == _power(count)]
-            if (size := self._packed(leaves, alike, _power(count), budget)) is not None:
+        if self._packs and _SHORTEST_PACKED <= next_power(count) <= self._chunk // 2:
+            alike = [request for request in candidates if next_power(len(request.tokens) - 1) == next_power(count)]
+            if (size := self._packed(leaves, alike, next_power(count), budget, capacity)) is not None:
                 return size
             candidates = [first]
-        alike = [request for request in candidates if _padded(len(request.tokens) - 1) == width]
+        alike = [request for request in candidates if _padded(count) <= _padded(len(request.tokens) - 1) <= width]
         rows = max(1, self._chunk // width)
         # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
-        batch_requests = alike[: rows if len(alike) >= rows and not self._one else 1]
-        self._keep(
-            Batch(self._prefill(leaves, batch_requests, width, width), {r.key: i for i, r in enumerate(batch_requests)})
-        )
+        full = len(alike) >= rows and not self._one
+        full = full and self._ready.choose(_batch_sizes(rows, width, capacity), ()) == 0
+        batch_requests = alike[: rows if full else 1]
+        states = self._prefill(leaves, batch_requests, width, width, width)
+        self._keep(Batch(states, {r.key: i for i, r in enumerate(batch_requests)}))
         return width * len(batch_requests)
 
-    def _packed(self, leaves, alike: Sequence[Request], power: int, budget: float) -> int | None:
+    def serves(self, request: Request, capacity: int) -> bool:
+        """Whether the programs for a prompt are compiled; otherwise they are being compiled. RuntimeError: in vain."""
+        count = len(request.tokens) - 1
+        if count == 0:
+            return self._ready.choose([Insert(capacity, 1, 1)]) is not None
+        return request.pictures is not None or self._chosen(count, capacity) is not None
+
+    def usual(self, capacity: int) -> list[Size]:
+        """The programs that serve all prompts whose rows fit into `capacity`, each longer than it by at most some
+        times; the slowest first.
+        """
+        sizes: list[Size] = [Insert(capacity, 1, 1)]
+        width = min(_padded(self._piece), capacity)
+        if capacity > self._piece:
+            sizes += self._long_sizes(capacity, self._piece, capacity, capacity)
+        power = _SHORTEST_PACKED
+        while self._packs and power <= self._chunk // 2 and power // 2 < min(capacity, self._piece):
+            for size in dict.fromkeys((self._at_once, self._chunk)):
+                sizes += self._pack_sizes(size, min(power, capacity), capacity)
+            power *= 2
+        while True:
+            rows = {1} if self._packs or self._one else {1, max(1, self._chunk // width)}
+            for count in sorted(rows):
+                sizes += _batch_sizes(count, width, capacity)
+            if width <= _LEAST_USUAL:
+                return sorted(sizes, key=_tokens, reverse=True)
+            width = _padded(width // _STEP)
+
+    def _chosen(self, count: int, capacity: int) -> tuple[int, int] | None:
+        """(width of the program for a prompt, or for the last piece of a long one; the capacity of its states); None
+        if none is compiled.
+        """
+        long = count > self._piece
+        widths = [self._width_of_last(count) if long else _padded(count)]
+        most = self._piece if long else min(self._piece, capacity)
+        while not self._one and widths[-1] < most:
+            widths.append(self._width_of_last(widths[-1] + 1) if long else _padded(widths[-1] + 1))
+        rooms = [length_bucket(count)] if self._one else [length_bucket(count), capacity]
+        pairs = [(width, room) for width in widths for room in (rooms if long else [width])]
+        sizes = (
+            self._long_sizes(count, *pair, capacity) if long else _batch_sizes(1, pair[0], capacity) for pair in pairs
+        )
+        index = self._ready.choose(*sizes)
+        return None if index is None else pairs[index]
+
+    def _width_of_last(self, count: int) -> int:
+        """The padded tokens of the last piece of a long prompt of `count` tokens."""
+        return min(self._piece, length_bucket((count - 1) % self._piece + 1, _SHORTEST_PIECE))
+
+    def _long_sizes(self, count: int, width: int, room: int, capacity: int) -> list[Size]:
+        first = _padded(self._piece)
+        widths = {width} if count <= 2 * self._piece else {width, self._piece}
+        blocks = [] if self._prefixes is None else [Blocks(self._piece, room)]
+        extends = (Extend(width, room) for width in widths)
+        return [Prefill(1, first, first), Grow(1, first, room), *extends, *blocks, Insert(capacity, 1, room)]
+
+    def _states_shape(self, room: int) -> device.States:
+        return device.states_shape(self._structure, self._shapes, 1, room)
+
+    def _grown(self, state: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
+        return state if state.shape == new.shape else self._programs.grow(new.shape, state)
+
+    def _pack_sizes(self, size: int, width: int, capacity: int) -> list[Size]:
+        rows = _rows_of_pack(size, width)
+        return [Pack(size, width, rows), Insert(capacity, rows, width)]
+
+    def _packed(self, leaves, alike: Sequence[Request], power: int, budget: float, capacity: int) -> int | None:
         """Packs the first of `alike`, prompts of power / 2 + 1 to `power` tokens: the row's tokens, or None if they are
         too few.
         """
@@ -204,16 +314,19 @@ class Prefills:
             packed = self._fitting(alike, 2 * size // power, size)
             lengths = [len(request.tokens) - 1 for request in packed]
             if len(packed) > 1 and sum(lengths) >= least:
-                states = self._pack(leaves, packed, _padded(max(lengths)), size)
+                width = min(power, capacity) if self._ready.beside else _padded(max(lengths))
+                if self._ready.choose(self._pack_sizes(size, width, capacity), ()) != 0:
+                    continue
+                states = self._pack(leaves, packed, width, size)
                 self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
                 return size
         return None
 
-    def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """States after `count` tokens of each request, never its newest, which the first decoding step reads. One with
-        pictures is alone.
+    def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int, width: int) -> device.States:
+        """States after `count` tokens of each request, never its newest, which the first decoding step reads; padded to
+        `width`. One with pictures is alone.
         """
-        tokens = np.zeros((len(requests), _padded(count)), np.int32)
+        tokens = np.zeros((len(requests), width), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
             prompt = request.tokens[:-1][:count]
@@ -223,7 +336,15 @@ class Prefills:
         if (pictures := requests[0].pictures) is not None:
             patches = length_bucket(pictures.pictures.patch_segments.shape[1])
             arguments = *arguments, *pictures.padded(tokens.shape[1], patches)
-        return self._programs.prefill(self._structure, capacity, *arguments)
+        elif self._gated:
+            arguments = *arguments, None, None
+        return self._programs.prefill(self._structure, capacity, *arguments, *self._adapters(requests, len(requests)))
+
+    def _adapters(self, requests: Sequence[Request], count: int) -> tuple[np.ndarray, ...]:
+        """The last argument of programs: int32[count], the requests' adapters; none if there are none."""
+        numbers = np.zeros(count, np.int32)
+        numbers[: len(requests)] = [request.adapter for request in requests]
+        return (numbers,) if self._gated else ()
 
     def _fitting(self, requests: Sequence[Request], most: int, size: int) -> list[Request]:
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
@@ -234,7 +355,7 @@ class Prefills:
         their caches.
         """
         tokens = np.zeros((1, size), np.int32)
-        room = 2 * size // _power(width)
+        room = _rows_of_pack(size, width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
         offset = 0
         for row, request in enumerate(requests):
@@ -242,18 +363,52 @@ class Prefills:
             tokens[0, offset : offset + count] = request.tokens[:-1]
             starts[row], lengths[row], totals[row] = offset, count, count + 1
             offset += count
-        return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
+        arrays = tokens, starts, lengths, totals, *self._adapters(requests, room)
+        return self._programs.pack(self._structure, width, leaves, *arrays)
 
-    def _next_chunk(self, leaves, long: _Long) -> int:
-        """Dispatches the next chunk of a long prompt, whose states are donated. Returns its tokens."""
-        tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
-        start, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
-        long.states = self._programs.extend(self._structure, leaves, long.states, tokens, start, totals)
-        long.done += self._chunk
-        if long.done == len(long.request.tokens) - 1:
+    def _begun(self, request: Request, capacity: int) -> _Long:
+        """A long prompt, with the states of its beginning if they are stored."""
+        prompt = request.tokens[:-1]
+        exact = self._width_of_last(len(prompt)), length_bucket(len(prompt))
+        width, room = self._chosen(len(prompt), capacity) or exact
+        if self._prefixes is None:
+            return _Long(request, width, room, [], 0)
+        # A row's length decides which factors longrope has.
+        keys = block_keys(prompt, self._piece, (request.adapter, len(request.tokens) > self.switch))
+        usable, known = self._prefixes.find(keys)
+        long = _Long(request, width, room, keys, known)
+        if usable:
+            long.states = self._prefixes.restored(keys[:usable], self._states_shape(room))
+            long.done = long.reused = usable * self._piece
+        return long
+
+    def _next_piece(self, leaves, long: _Long) -> int:
+        """Dispatches the next piece of a long prompt, whose states are donated. Returns its tokens with padding, or 1
+        if there is none.
+        """
+        prompt, width = long.request.tokens[:-1], 1
+        if long.done < len(prompt):
+            count = min(self._piece, len(prompt) - long.done)
+            width = self._piece if long.done + count < len(prompt) else long.width
+            if long.done == 0:
+                first = _padded(self._piece)
+                states = self._prefill(leaves, [long.request], self._piece, first, first)
+                long.states = jax.tree.map(self._grown, states, self._states_shape(long.room))
+            else:
+                tokens = np.zeros((1, width), np.int32)
+                tokens[0, :count] = prompt[long.done : long.done + count]
+                numbers = (np.array([number], np.int32) for number in (long.done, count, len(long.request.tokens)))
+                arrays = tokens, *numbers, *self._adapters([long.request], 1)
+                long.states = self._programs.extend(self._structure, leaves, long.states, *arrays)
+            long.done += count
+            blocks = long.done // self._piece
+            if self._prefixes is not None and long.done == blocks * self._piece:
+                whole = blocks in (long.known, len(long.keys))
+                self._prefixes.add(long.keys[:blocks], long.states, whole, long.request.adapter)
+        if long.done == len(prompt):
             self._long = None
-            self._keep(Batch(long.states, {long.request.key: 0}))
-        return self._chunk
+            self._keep(Batch(long.states, {long.request.key: 0}, long.reused))
+        return width
 
     def _keep(self, batch: Batch) -> None:
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
@@ -263,6 +418,21 @@ def _padded(tokens: int) -> int:
     return length_bucket(tokens, _SMALLEST)
 
 
-def _power(tokens: int) -> int:
-    """The next power of two; prompts with the same one may share a packed row."""
-    return 1 << (tokens - 1).bit_length()
+def _rows_of_pack(size: int, width: int) -> int:
+    """The most prompts of a packed row."""
+    return 2 * size // next_power(width)
+
+
+def _batch_sizes(rows: int, width: int, capacity: int) -> list[Size]:
+    return [Prefill(rows, width, width), Insert(capacity, rows, width)]
+
+
+def _tokens(size: Size) -> int:
+    """By which its program takes long to compile."""
+    match size:
+        case Prefill(rows, width):
+            return rows * width
+        case Pack(length) | Extend(length):
+            return length
+        case _:
+            return 0

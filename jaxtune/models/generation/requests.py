@@ -84,6 +84,8 @@ class Piece:
     # the most likely tokens at the position of each of these, as in Row.top_logprobs; empty unless asked for
     top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     error: str = ""  # of a request that "failed"
+    # in the last piece: tokens of the prompt whose states an earlier prompt had left
+    reused: int = 0
 
 
 class StopStrings:
@@ -215,9 +217,11 @@ class Request:
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
     # when it is queued (Prefills.add_waiting)
     key: bytes = b""
+    reused: int = 0  # tokens of the prompt whose states an earlier prompt had left
     done: bool = False  # whether it has ended
     client: tuple[Hashable, ...] = ()  # who asks; see `in_turns`
     constraint: Constraint | None = None
+    adapter: int = 0  # its number in the sampler; 0: none
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or

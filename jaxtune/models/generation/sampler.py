@@ -15,9 +15,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,11 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapter
 from jaxtune.models.generation.converted import Converted, convertible_of
 from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
+from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
 from jaxtune.models.generation.requests import (
     Constraint,
     Decodes,
@@ -52,18 +56,25 @@ from jaxtune.models.generation.slot_plan import (
     SLOTS,
     SlotPlan,
     length_bucket,
+    next_power,
     plan_slots,
     prefilled_at_once,
     room_bytes,
     slot_bytes,
 )
-from jaxtune.models.generation.structure import flattened
+from jaxtune.models.generation.structure import Structure, flattened
+from jaxtune.models.lora import has_adapter
+from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _FEWEST_BIASES = 8  # and that of biases
 _FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
+_USUAL_LENGTH = 512  # tokens of a row for which `prepare` has programs beside those of the longest
+_IDLE_SECONDS = 0.01  # of a step in which all rows wait for programs
+_GREEDY, _MOST = Kind(False, False, False), Kind(True, True, True, True, True)
+_USUAL = _GREEDY, Kind(True, False, False), Kind(True, True, False)
 
 
 @dataclasses.dataclass
@@ -76,6 +87,17 @@ class _Round:
     # makes no tokens in this one; if `placements` is another when this one is read, it has a slot again and is not
     # queued once more
     requests: dict[int, tuple[Request, int]]
+
+
+class _Model(NamedTuple):
+    structure: Structure
+    leaves: list[jax.Array]
+    gated: bool  # whether rows may have adapters
+    newest: int  # the last adapter's number
+
+    @property
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves)
 
 
 def _wait_for(rounds: collections.deque[_Round], prefills: Prefills) -> None:
@@ -110,12 +132,23 @@ class Sampler:
       prefills_alone: a row's bits do not depend on other prompts.
       first_at_once: while few slots are taken, a new row's first round has one step, so that its first token comes
         early; a program more is compiled.
+      adapters: {name: PEFT folder, or Adapter} over the model, which then has none itself; see `load_adapter`.
+      adapter_ranks: the most that the ranks of all adapters of a linear may be in sum, for which memory stays free;
+        None: no limit, and memory for `adapters` alone.
+      compiles_beside: a program that is missing is compiled in a thread, while its row waits and others go on, or runs
+        in a larger one that `prepare` or an earlier row has compiled.
+      prefix_bytes: the most device memory for states of prompts' beginnings, in blocks of 512 tokens: a later prompt
+        that begins with them is prefilled from where it differs, and its row has the bits that it has with 0. Those
+        whose use is longest ago go first. Prompts longer than a block are then prefilled alone. Only prefilled tokens
+        are reused, so that of an answer in the next turn's prompt nothing is; nor is anything of pictures' prompts.
+        None: nothing is stored, and prompts are prefilled together where that is faster.
 
     Attributes:
       plan: the SlotPlan in use.
       ends: ids of the tokens that end a row, by the model's files.
 
-    Raises ValueError for a model that scores texts, divided weights, or too little memory or positions.
+    Raises ValueError for a model that scores texts, divided weights, too little memory or positions, or as
+    `load_adapter`.
     """
 
     def __init__(
@@ -132,17 +165,34 @@ class Sampler:
         prefill_tokens: int = PREFILL_TOKENS,
         prefills_alone: bool = False,
         first_at_once: bool = False,
+        adapters: Mapping[str, Adapter | str | os.PathLike] | None = None,
+        adapter_ranks: int | None = None,
+        compiles_beside: bool = False,
+        prefix_bytes: int | None = None,
     ):
-        for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
+        counts = dict(tokens_per_round=tokens_per_round, prefill_tokens=prefill_tokens)
+        counts |= {} if adapter_ranks is None else {"adapter_ranks": adapter_ranks}
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
         self.config, self.ends = model.config, end_token_ids(model)
         self._tower = None if model.vision is None else model.vision.config
-        self._structure, self._leaves = flattened(model)
+        self._base = None if has_adapter(model) else model
+        self._bank, self._adapter_ranks = AdapterBank(model), adapter_ranks
+        self._adapters: dict[str, tuple[int, tuple[int, ...]]] = {}  # {name: (number, tokens that end its rows)}
+        self._adapter_number = 0  # the last
+        self._dropped: set[int] = set()  # adapters' numbers that rows still have
+        for name, adapter in (adapters or {}).items():
+            self._bank, self._adapters[name] = self._with_adapter(name, adapter)
+        self._structure, self._leaves = flattened(self._bank.model())
+        self._gated, self._newest = bool(self._bank), self._adapter_number  # the last adapter in these arrays
+        self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
+        adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
         room = room_bytes(memory_share)
+        room = None if room is None else room - (adapter_bytes - self._bank.bytes)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
             self.config.context_length,
@@ -151,7 +201,9 @@ class Sampler:
             length,
             most_slots,
             None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
+            0 if prefix_bytes is None else prefix_bytes,
         )
+        self.plan = dataclasses.replace(self.plan, adapter_bytes=adapter_bytes)
         self._programs = device.programs_of(deterministic, self.plan.slots)
         self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
         if self._converted is not None:
@@ -160,14 +212,27 @@ class Sampler:
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
+        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
+        self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
+        where = jax.sharding.SingleDeviceSharding(min(self._leaves[0].devices(), key=lambda device: device.id))
+        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows)
+        self._ready = Ready(shapes, compiles_beside)
         self._prefills = Prefills(
-            self._programs, self._structure, self._shapes, prefill_tokens, at_once, one_at_a_time=alone
+            self._programs,
+            self._structure,
+            self._shapes,
+            prefill_tokens,
+            at_once,
+            one_at_a_time=alone,
+            ready=self._ready,
+            gated=self._gated,
+            prefix_bytes=None if prefix_bytes is None else self.plan.prefix_bytes,
         )
         self._waiting: collections.deque[Request] = collections.deque()
         self._unordered = False  # whether clients must take turns anew
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
-        self._decoding: dict[Hashable, Callable] = {}  # programs of rounds by what their shapes follow from
+        self._decoding: dict[Decode, Callable] = {}  # programs of rounds
         self._rounds: collections.deque[_Round] = collections.deque()
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
@@ -180,7 +245,13 @@ class Sampler:
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
         self._changed, self._new_live = np.zeros(count, bool), jax.tree.map(np.array, self._live)
-        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
+        if compiles_beside:  # as every program's kind may have them
+            self._rows = self._rows._replace(adjustments=device.empty_adjustments(count, _FEWEST_BIASES))
+        self._longest = length_bucket(self.plan.length)
+        self._whole = deterministic or (
+            compiles_beside and device.reads_lengths(self._structure, self._shapes, count, self._longest)
+        )
+        self._refused: list[tuple[Request, str]] = []  # whose programs could not be compiled
         self._sent_rows: device.Rows | None = None  # as the last round got them; None after a change
 
     def __enter__(self) -> Self:
@@ -191,10 +262,113 @@ class Sampler:
 
     def close(self) -> None:
         """Cancels all requests, waits for the device and frees the slots."""
+        self._closed = True
         for number in list(self._requests):
             self.cancel(number)
-        self._closed, self._states, self._seen = True, None, None
+        self._states, self._seen = None, None
         self._end()
+        self._ready.close()
+
+    # ---- adapters
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names by which rows may ask for one."""
+        return list(self._adapters)
+
+    def load_adapter(self, name: str, adapter: Adapter | str | os.PathLike) -> None:
+        """Adds an adapter under a name, also while rows decode. Programs are compiled anew if the ranks of a linear's
+        adapters need more columns, 16, 32, 64 and so on.
+
+        adapter: a PEFT folder (adapters.read_adapter reads one in another thread), or an Adapter.
+
+        ValueError: the name is taken, the folder cannot be read, or its adapter cannot be one of several (adapters of
+        experts, DoRA, modules_to_save, QAT); more ranks than adapter_ranks. Nothing has changed then.
+        """
+        if self._closed:
+            raise ValueError("Sampler: load_adapter after close: make a new Sampler")
+        bank, entry = self._with_adapter(name, adapter)
+        self._use(bank)
+        self._adapters[name] = entry
+
+    def drop_adapter(self, name: str) -> None:
+        """Refuses further rows with an adapter, whose memory is free after the last row that has it. ValueError for an
+        unknown name.
+        """
+        number, _ = self._adapter(name)
+        del self._adapters[name]
+        self._dropped.add(number)
+        self._free_dropped(number)
+
+    def _with_adapter(
+        self, name: str, adapter: Adapter | str | os.PathLike
+    ) -> tuple[AdapterBank, tuple[int, tuple[int, ...]]]:
+        """(the bank with one more adapter, its entry in `_adapters`)"""
+        if self._base is None:
+            raise ValueError(f"Sampler: adapter {name!r}: the model has one already: give the base (without_adapter)")
+        if name in self._adapters:
+            raise ValueError(f"Sampler: adapter {name!r} is loaded already: drop it first, or take another name")
+        adapter = adapter if isinstance(adapter, Adapter) else read_adapter(self._base, adapter)
+        ranks, limit = self._bank.ranks_with(adapter), self._adapter_ranks
+        if limit is not None and ranks > limit:
+            raise ValueError(
+                f"Sampler: adapter {name!r}: with it the ranks are {ranks} in sum, and adapter_ranks is {limit}: drop "
+                "another first, or set more"
+            )
+        self._adapter_number += 1
+        return self._bank.with_adapter(self._adapter_number, adapter), (self._adapter_number, adapter.ends)
+
+    def _adapter(self, name: str | None) -> tuple[int, tuple[int, ...]]:
+        """(number, tokens that end its rows); those of the model for None."""
+        if name is None:
+            return 0, tuple(self.ends)
+        if name not in self._adapters:
+            names = ", ".join(self._adapters) or "none"
+            raise ValueError(f"Sampler: adapter = {name!r} is not loaded: there are {names}")
+        return self._adapters[name]
+
+    def _free_dropped(self, number: int) -> None:
+        """Frees a dropped adapter's columns if no request has it."""
+        if number not in self._dropped or self._closed:
+            return
+        if all(request.adapter != number for request in self._requests.values()):
+            self._dropped.remove(number)
+            self._prefills.forget_adapter(number)
+            self._use(self._bank.without(number))
+
+    def _use(self, bank: AdapterBank, only: Structure | None = None) -> None:
+        """Sets the model with its adapters; rounds that run are not changed. ValueError for another structure than
+        `only`.
+        """
+        structure, leaves = flattened(bank.model())
+        if self._converted is not None:
+            structure, leaves = self._converted.of(structure, leaves)
+        if only is not None and structure is not only:
+            raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
+        self._bank, self._coming = bank, _Model(structure, leaves, bool(bank), self._adapter_number)
+        self._switch_if_ready()
+
+    def _switch_if_ready(self) -> None:
+        with contextlib.suppress(RuntimeError):  # which rows with a new adapter end with (_serves)
+            if self._coming is None or self._comes():
+                self._switch()
+
+    def _comes(self) -> bool:
+        """Whether the programs are ready for the adapters that were loaded; otherwise they are being compiled, and rows
+        decode without these. RuntimeError: in vain.
+        """
+        coming = self._coming
+        return coming is None or self._ready.follows(coming.structure, coming.shapes, coming.gated)
+
+    def _switch(self) -> None:
+        """Uses the adapters that were loaded."""
+        if self._coming is None:
+            return
+        self._structure, self._leaves, self._gated, self._newest = self._coming
+        self._shapes, self._coming = self._coming.shapes, None
+        self._decoding.clear()  # for shapes and dtypes may be others
+        self._ready.use(self._structure, self._shapes, self._gated)
+        self._prefills.use(self._structure, self._shapes, self._gated)
 
     # ---- requests
 
@@ -222,6 +396,7 @@ class Sampler:
         client: tuple[Hashable, ...] = (),
         constraint: Constraint | None = None,
         pictures: PromptPictures | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Appends a prompt to the queue, also while rows decode. Returns the request's number.
 
@@ -236,7 +411,7 @@ class Sampler:
           repetition_penalty: divides positive logits of tokens that the row contains, and multiplies negative ones.
           stop_strings: the row ends with the token that completes one; needs `tokenizer`.
           tokenizer: decodes tokens for stop_strings.
-          eos_token_ids: end the row; None: those of the model's files.
+          eos_token_ids: end the row; None: those of the model's files, or of the adapter's.
           scaled_logprobs: log-probabilities are of the logits divided by the temperature.
           top_logprobs: how many of the most likely tokens come with each new token, 0 to 20.
           presence_penalty: subtracted from the logits of tokens that the answer contains.
@@ -247,6 +422,7 @@ class Sampler:
             device waits for the host.
           client: who asks: rows that wait take turns between clients (requests.in_turns).
           pictures: of the prompt, for a model with its tower; None: text alone.
+          adapter: its name; None: the model alone.
 
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
@@ -261,7 +437,8 @@ class Sampler:
         if pictures is not None:
             check_pictures(tokens, pictures, self._tower, self.config, "Sampler: the prompt")
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-        ends = self.ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
+        adapter_number, its_ends = self._adapter(adapter)
+        ends = its_ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
         ends = [token for token in ends if 0 <= token < self.config.vocab_size]  # no other can be sampled
         biases = [
             (*checked_bias(token, bias, self.config.vocab_size), device.NEVER)
@@ -299,6 +476,7 @@ class Sampler:
             pictures,
             client=client,
             constraint=constraint,
+            adapter=adapter_number,
         )
         self._number += 1
         self._requests[request.number] = request
@@ -321,14 +499,34 @@ class Sampler:
         """The number of requests that have no slot."""
         return len(self._waiting)
 
-    def score(self, prompt: Sequence[int], top: int = 0) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    @property
+    def waiting_requests(self) -> set[int]:
+        """Their numbers."""
+        return {request.number for request in self._waiting}
+
+    def score(
+        self, prompt: Sequence[int], top: int = 0, adapter: str | None = None
+    ) -> tuple[list[float], list[list[tuple[int, float]]]]:
         """(the log-probability of each token of a prompt but the first, the `top` likeliest tokens in the place of
-        each); also while rows decode. ValueError: as `submit`.
+        each); also while rows decode. adapter: its name. ValueError: as `submit`.
         """
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         if len(tokens) > self.plan.length:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
-        return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top)
+        number, _ = self._adapter(adapter)
+        if number > self._newest:
+            self._switch()
+        number = number if self._gated else None
+        return prompt_scores(self._structure, self._leaves, tokens, length_bucket(len(tokens)), top, number)
+
+    def can_score(self, count: int, adapter: str | None = None) -> bool:
+        """Whether `score` of a prompt of so many tokens needs to compile nothing; otherwise that is compiled in a
+        thread with `compiles_beside`. adapter: its name. RuntimeError: in vain.
+        """
+        self._switch_if_ready()
+        if self._adapter(adapter)[0] > self._newest:
+            return self._comes()
+        return self._ready.choose([Score(length_bucket(count))]) is not None
 
     def step(self) -> list[Piece]:
         """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
@@ -336,6 +534,7 @@ class Sampler:
         """
         waiting.look()
         with timing.phase("sample"):
+            self._switch_if_ready()
             self._fill()
             constrained = any(request is not None and request.constraint is not None for request in self._slots)
             while constrained and self._rounds:  # the masks depend on the newest tokens
@@ -346,6 +545,8 @@ class Sampler:
                     self._read_round()
             elif self._rounds:
                 self._read_round()
+            elif self._waiting and self._ready.beside and not self._pieces:
+                self._ready.wait(_IDLE_SECONDS)
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -422,18 +623,14 @@ class Sampler:
                 yield row
 
     def update(self, model: Decoder) -> None:
-        """Sets the weights to those of a model with the same structure, whose arrays must not be deleted meanwhile.
-        Raises ValueError while requests are not done, for another structure, and for divided weights.
+        """Sets the weights to those of a model with the same structure, whose arrays must not be deleted meanwhile;
+        adapters stay. Raises ValueError while requests are not done, for another structure, and for divided weights.
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
-        structure, leaves = flattened(model)
-        if self._converted is not None:
-            structure, leaves = self._converted.of(structure, leaves)
-        if structure is not self._structure:
-            raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
-        self._leaves = leaves
-        self._decoding.clear()  # for dtypes may be others
+        self._switch()  # as nobody waits for a program
+        self._use(self._bank.over(model), only=self._structure)
+        self._base = None if has_adapter(model) else model
         self._prefills.forget()
 
     # ---- filling slots
@@ -459,20 +656,72 @@ class Sampler:
             new = in_turns(request for request in self._waiting if not request.placements)
             self._waiting = collections.deque([*again, *new])
         budget = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
-        self._reserve(list(itertools.islice(self._waiting, len(free))))
-        while free and self._waiting:
-            batch = self._prefills.ready(self._waiting[0])
+        self._reserve(list(itertools.islice(self._served(grows=True), len(free))))
+        while free and (request := next(self._served(), None)) is not None:
+            batch = self._prefills.ready(request)
             if batch is None:
                 if budget <= 0:
                     break
-                budget -= self._prefills.advance(self._leaves, self._waiting, len(free), budget, self._capacity)
+                budget -= self._prefills.advance(self._leaves, self._served(), len(free), budget, self._capacity)
                 continue
             placed = []
-            while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
-                request = self._waiting.popleft()
+            while free and request is not None and self._prefills.ready(request) is batch:
+                self._waiting.remove(request)
                 placed.append((self._prefills.take(request), free[0]))
                 self._place(request, free.pop(0))
+                request = next(self._served(), None)
             self._states = batch.insert(self._programs, self._states, placed)
+        refused, self._refused = self._refused, []
+        for request, error in refused:
+            self._finish(request, [], [], "failed", error=error)
+
+    def _served(self, grows: bool = False) -> Iterator[Request]:
+        """Those that wait, in order, without rows whose programs are being compiled. grows: also with longer rows than
+        the caches have room for.
+        """
+        if not self._ready.beside:
+            yield from self._waiting
+            return
+        for request in [*self._waiting]:
+            if (grows or request.limit <= self._capacity) and self._serves(request):
+                yield request
+
+    def _serves(self, request: Request) -> bool:
+        """Whether all programs are ready that a row needs, in a batch with those in the slots."""
+        try:
+            if request.adapter > self._newest:
+                return self._comes()
+            capacity = self._capacity_for(request.limit)
+            return (
+                capacity is not None and self._decodes(request, capacity) and self._prefills.serves(request, capacity)
+            )
+        except RuntimeError as error:
+            if all(refused is not request for refused, _ in self._refused):
+                self._refused.append((request, str(error)))
+            return False
+
+    def _capacity_for(self, limit: int) -> int | None:
+        """That of the slots, or a longer one, for rows of so many tokens; None if its programs are not ready."""
+        if limit <= self._capacity:
+            return self._capacity
+        capacities = [capacity for capacity in self._usual_capacities() if capacity >= limit]
+        index = self._ready.choose(*map(self._sizes, capacities))
+        return None if index is None else capacities[index]
+
+    def _decodes(self, request: Request, capacity: int) -> bool:
+        rows = [row for row in (request, *self._slots) if row is not None]
+        kind = functools.reduce(Kind.__or__, (row.sampling.kind for row in rows))
+        size = self._size(_MOST, self._steps, False, capacity)
+        ends, biases = next_power(len(request.ends)), next_power(len(request.sampling.biases))
+        if ends > size.ends or biases > size.biases:  # then no program serves the next rows but those with so many
+            size = dataclasses.replace(size, ends=max(ends, size.ends), biases=max(biases, size.biases))
+        else:
+            size = self._size(kind, self._steps, False, capacity)
+        sizes = [size]
+        if any(row.constraint is not None for row in rows):
+            sizes.append(dataclasses.replace(size, steps=1, masks=True))
+        missing = [size for size in sizes if self._ready.decode(size) is None]
+        return self._ready.choose(missing) is not None
 
     def _place(self, request: Request, slot: int) -> None:
         """Sets a slot's numbers and settings for the next round; the caller copies the states."""
@@ -489,16 +738,16 @@ class Sampler:
         for array, value in zip(arrays, (*values, *numbers), strict=True):
             array[slot] = value
         self._adjust(slot, request.sampling)
+        if rows.adapter is not None:
+            rows.adapter[slot] = request.adapter
         if rows.delta is not None:
             rows.delta[slot] = 0 if request.pictures is None else request.pictures.delta
         self._sent_rows = None
         if request.sampling.kind.penalises:
             if self._seen is None:
-                self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
-            padded = np.zeros(length_bucket(len(request.tokens)), np.int32)
-            padded[: len(request.tokens)] = request.tokens
-            counts = np.int32(request.start), np.int32(len(request.tokens))
-            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, *counts)
+                self._seen = self._empty_seen()
+            counts = device.seen_counts(request.tokens, request.start, self.config.vocab_size)
+            self._seen = self._programs.mark(self._seen, np.int32(slot), counts)
 
     def _adjust(self, slot: int, sampling: Sampling) -> None:
         """Sets a slot's Adjustments, which the arrays have once a request needs them."""
@@ -508,7 +757,7 @@ class Sampler:
                 return
             adjustments = device.empty_adjustments(len(self._slots), _FEWEST_BIASES)
         if (added := count - adjustments.bias.shape[1]) > 0:
-            added += (1 << (count - 1).bit_length()) - count
+            added += next_power(count) - count
             wide = (np.pad(array, ((0, 0), (0, added))) for array in adjustments[2:])
             adjustments = device.Adjustments(*adjustments[:2], *wide)
         self._rows = self._rows._replace(adjustments=adjustments)
@@ -524,7 +773,7 @@ class Sampler:
     def _widen_ends(self, columns: int) -> None:
         present_columns = self._rows.ends.shape[1]
         if columns > present_columns:
-            added_columns = (1 << (columns - 1).bit_length()) - present_columns
+            added_columns = next_power(columns) - present_columns
             self._rows = self._rows._replace(
                 ends=np.pad(self._rows.ends, ((0, 0), (0, added_columns)), constant_values=-1)
             )
@@ -545,20 +794,74 @@ class Sampler:
         """
         if all(request.limit <= self._capacity for request in nearest):
             return
+        if self._ready.beside:
+            self._grow(max(self._capacity_for(request.limit) or 0 for request in nearest))
+            return
         live_requests = [*self._waiting, *(request for request in self._slots if request is not None)]
-        most = self.plan.length if self._deterministic else max(request.limit for request in live_requests)
-        capacity = length_bucket(most)
+        most = self.plan.length if self._whole else max(request.limit for request in live_requests)
+        self._grow(length_bucket(most))
+
+    def _grow(self, capacity: int) -> None:
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
         else:
+            if self._ready.beside:  # the programs that insert what is prefilled may not be ready
+                self._prefills.forget_batches()
             shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
             leaves, treedef = jax.tree.flatten(self._states)
             self._states = None  # so that each array is freed after its copy
             for index, new in enumerate(jax.tree.leaves(shapes)):
                 if leaves[index].shape != new.shape:
-                    leaves[index] = device.grown(leaves[index], new.shape)
+                    leaves[index] = self._programs.grow(new.shape, leaves[index])
             self._states = jax.tree.unflatten(treedef, leaves)
         self._capacity = capacity
+
+    # ---- programs
+
+    def prepare(self) -> Prepared:
+        """Loads or compiles, at the same time, the programs of usual rows, and allocates the slots' caches, with
+        `compiles_beside` in their whole length if a longer cache takes a step no longer.
+        """
+        self._switch()
+        capacities = self._usual_capacities()
+        sizes = [self._size(kind, self._steps, False, capacity) for kind in _USUAL for capacity in capacities]
+        prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
+        if self._states is None:
+            self._grow(capacities[0])
+            self._seen = self._empty_seen()
+        return prepared
+
+    def _usual_capacities(self) -> list[int]:
+        return (
+            [self._longest]
+            if self._whole
+            else sorted({min(length_bucket(_USUAL_LENGTH), self._longest), self._longest})
+        )
+
+    def _sizes(self, capacity: int) -> list[Size]:
+        """All that must be ready before the slots' caches have this capacity."""
+        of_most = [self._size(_MOST, *how, capacity) for how in ((self._steps, False), (1, True))]
+        shorter = {self._capacity} if self._capacity else {c for c in self._usual_capacities() if c < capacity}
+        grows = (Grow(len(self._slots), c, capacity) for c in shorter)
+        return [*of_most, *self._prefills.usual(capacity), *grows, Mark()]
+
+    def _size(self, kind: Kind, steps: int, masks: bool, capacity: int | None = None) -> Decode:
+        """With the columns that the slots' arrays have. capacity: None: that of the slots."""
+        adjustments = self._rows.adjustments
+        biases = _FEWEST_BIASES if adjustments is None else adjustments.bias.shape[1]
+        columns = self._rows.ends.shape[1], biases if kind.adjusts else 0
+        return Decode(kind, steps, self._capacity if capacity is None else capacity, *columns, masks)
+
+    def _of_round(self, steps: int, masks: bool) -> Decode:
+        """The program of a round, as small as there is, and with more steps if there is none with so few."""
+        exact = self._size(self._kind_of_slots(), steps, masks)
+        size = self._ready.decode(exact)
+        if size != exact:
+            self._ready.choose([exact], ())
+        return size or (exact if masks or steps == self._steps else self._of_round(self._steps, masks))
+
+    def _empty_seen(self) -> jax.Array:
+        return jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
 
     # ---- rounds
 
@@ -579,20 +882,19 @@ class Sampler:
         """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
         host's changes of slots take effect in it.
         """
-        steps = 1 if masks is not None or self._joined() else self._steps
+        size = self._of_round(1 if masks is not None or self._joined() else self._steps, masks is not None)
+        kind, steps = size.kind, size.steps
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
-        kind = self._kind_of_slots()
-        rows = rows._replace(adjustments=rows.adjustments if kind.adjusts else None, masks=masks)
+        adjustments, adapter = rows.adjustments if kind.adjusts else None, rows.adapter if self._gated else None
+        rows = rows._replace(adjustments=adjustments, masks=masks, adapter=adapter)
         seen = self._seen if kind.penalises else None
-        leaves, treedef = jax.tree.flatten(rows)
-        shapes = kind, steps, self._capacity, treedef, *(leaf.shape for leaf in leaves)  # the others' follow
         arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
-        if shapes not in self._decoding:
-            self._decoding[shapes] = self._programs.decode.program(self._structure, kind, steps, *arguments)
-        self._states, self._live, seen, emitted = self._decoding[shapes](*arguments)
+        if size not in self._decoding:
+            self._decoding[size] = self._programs.decode.program(self._structure, kind, steps, *arguments)
+        self._states, self._live, seen, emitted = self._decoding[size](*arguments)
         self._seen = seen if kind.penalises else self._seen
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
@@ -617,6 +919,8 @@ class Sampler:
         kind = Kind(False, False, False)
         for request in self._slots:
             kind = kind if request is None else kind | request.sampling.kind
+        if self._ready.beside:
+            return kind
         if kind not in self._kinds:
             self._kinds.append(kind | self._kinds[-1] if self._kinds else kind)
             kind = self._kinds[-1]
@@ -673,10 +977,11 @@ class Sampler:
         """Ends a request with a last Piece, and frees its slot or removes it from the queue."""
         request.done = True
         del self._requests[request.number]
-        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops), error))
+        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops), error, request.reused))
         if request.slot is None:
             self._waiting.remove(request)
             self._prefills.remove_waiting(request)
         elif self._slots[request.slot] is request:
             self._slots[request.slot] = None
             self._change(request.slot, token=0, length=1, active=False)
+        self._free_dropped(request.adapter)

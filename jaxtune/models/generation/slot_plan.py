@@ -18,6 +18,8 @@ PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefill
 _SHORTEST_CACHE = 128  # in tokens; a power of two
 _LEAST_LENGTH = 256  # the number of slots is halved until rows of this many tokens fit
 _AT_ONCE = 4  # how many times prefill_tokens one program prefills while most slots are free
+_PREFIXES = 0.1  # the share of free memory for the states of prompts' beginnings
+_PREFIX_BYTES = 10**9  # for them where the free memory is unknown
 _SPARED = 0.1  # the share of free memory that is left for activations of prefills and other buffers of programs
 
 
@@ -28,9 +30,18 @@ def length_bucket(tokens: int, least: int = _SHORTEST_CACHE) -> int:
     >>> [length_bucket(tokens) for tokens in (1, 129, 300, 513, 800)], length_bucket(20, least=16)
     ([128, 256, 384, 768, 1024], 32)
     """
-    power = max(least, 1 << (tokens - 1).bit_length())
+    power = max(least, next_power(tokens))
     shorter = power * 3 // 4
     return shorter if power > 256 and shorter >= max(tokens, least) else power
+
+
+def next_power(number: int) -> int:
+    """The smallest power of two that is not below it.
+
+    >>> [next_power(number) for number in (0, 1, 3, 8)]
+    [1, 1, 4, 8]
+    """
+    return 1 << max(0, number - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +56,16 @@ class SlotPlan:
     # the number of layers, from the first one, that these are of; each product of the layers after them decodes its
     # weight, or casts its experts' adapters, again
     converted_layers: int = 0
+    adapter_bytes: int = 0  # device bytes of a sampler's adapters, or that stay free for them
+    prefix_bytes: int = 0  # device bytes for the states of prompts' beginnings
 
     def __str__(self) -> str:
         size = self.converted_bytes / 1e9
         converted = f", layers converted once: {self.converted_layers}, {size:.2f} GB" if self.converted_layers else ""
-        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{converted}"
+        adapters = f", adapters: {self.adapter_bytes / 1e9:.2f} GB" if self.adapter_bytes else ""
+        prefixes = f", beginnings of prompts: {self.prefix_bytes / 1e9:.2f} GB" if self.prefix_bytes else ""
+        more = f"{converted}{adapters}{prefixes}"
+        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{more}"
 
 
 def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
@@ -96,11 +112,12 @@ def plan_slots(
     length: int | None = None,
     most_slots: int = SLOTS,
     convertible: Convertible | None = None,
+    prefix_bytes: int = 0,
 ) -> SlotPlan:
     """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
     256 tokens, doubled as long as they fit and the model has positions. If enough slots decode (converted.LEAST_ROWS),
     as many layers as fit beside them are converted; a planned length leaves room for all if these take at most half of
-    the free memory.
+    the free memory. A planned length also leaves room for `prefix_bytes`, of which a fixed length gets what is left.
 
       bytes_of: (slots, tokens of a row) -> bytes of their states and of a step's logits.
       positions: the most tokens of a row that the model allows.
@@ -108,27 +125,36 @@ def plan_slots(
       slots, length: fixed; None: planned.
       most_slots: more are not tried.
       convertible: layers that can be converted to a faster format; None: none.
+      prefix_bytes: the most for states of prompts' beginnings.
 
     Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
     """
+    if isinstance(prefix_bytes, bool) or not isinstance(prefix_bytes, int) or prefix_bytes < 0:
+        raise ValueError(f"Sampler: prefix_bytes = {prefix_bytes!r}: must be an integer, at least 0")
     for name, value in (("slots", slots), ("length", length), ("most_slots", most_slots)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
     if length is not None and length > positions:
         raise ValueError(f"Sampler: length = {length}: the model has {positions} positions")
     room = float("inf") if room_bytes is None else room_bytes * (1 - _SPARED)
-    plan = _planned(bytes_of, positions, room, slots, length, most_slots)
+    all_room, reserved = room, prefix_bytes if length is None else 0
+    plan = _planned(bytes_of, positions, room, slots, length, most_slots, reserved)
+
+    def with_prefixes(plan: SlotPlan) -> SlotPlan:
+        rest = all_room - plan.bytes - plan.converted_bytes
+        return dataclasses.replace(plan, prefix_bytes=int(min(prefix_bytes, max(rest, 0))))
+
     if room_bytes is None or convertible is None or plan.slots < LEAST_ROWS:
-        return plan
+        return with_prefixes(plan)
     # A program that packs prompts keeps states for up to twice the tokens that it prefills.
     prefilled = plan.bytes / plan.slots * max(1.0, 2 * convertible.prefill_tokens / plan.length)
-    room = min(room, room_bytes - convertible.buffer_bytes - prefilled)
+    room = min(room, room_bytes - convertible.buffer_bytes - prefilled) - reserved
     all_layers_bytes = sum(convertible.layers)
     least = bytes_of(plan.slots, length or min(positions, _LEAST_LENGTH))
     if 0 < all_layers_bytes <= min(room / 2, room - least):
         plan = _planned(bytes_of, positions, room - all_layers_bytes, plan.slots, length, most_slots)
     layers, size = convertible.within(room - plan.bytes)
-    return dataclasses.replace(plan, converted_bytes=size, converted_layers=layers)
+    return with_prefixes(dataclasses.replace(plan, converted_bytes=size, converted_layers=layers))
 
 
 def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: int) -> int:
@@ -143,7 +169,8 @@ def prefilled_at_once(plan: SlotPlan, room_bytes: float | None, prefill_tokens: 
         return prefill_tokens
     # The states have room for up to twice the tokens. As much again is for the activations.
     needed_bytes = 2 * 2 * _AT_ONCE * prefill_tokens * plan.bytes / (plan.slots * plan.length)
-    return (_AT_ONCE if needed_bytes <= room_bytes - plan.bytes - plan.converted_bytes else 1) * prefill_tokens
+    free_bytes = room_bytes - plan.bytes - plan.converted_bytes - plan.prefix_bytes
+    return (_AT_ONCE if needed_bytes <= free_bytes else 1) * prefill_tokens
 
 
 def _planned(
@@ -153,9 +180,10 @@ def _planned(
     slots: int | None,
     length: int | None,
     most_slots: int,
+    reserved: int = 0,
 ) -> SlotPlan:
     """plan_slots for `room` bytes, without converted weights. ValueError if not even one slot of the shortest length
-    fits.
+    fits. reserved: of them, for what gets nothing if the shortest rows need it.
     """
 
     def fits(slots: int, length: int) -> bool:
@@ -171,9 +199,18 @@ def _planned(
             f"{room / (1 - _SPARED) / 1e9:.2f} GB of device memory are left beside the model: fewer slots, a shorter "
             "length, or a model in fewer bits (load_in)"
         )
-    while length is None and shortest < positions and fits(slot_count, longer := min(positions, 2 * shortest)):
+    while length is None and shortest < positions:
+        longer = min(positions, 2 * shortest)
+        if bytes_of(slot_count, longer) > room - reserved:
+            break
         shortest = longer
     return SlotPlan(slot_count, shortest, bytes_of(slot_count, shortest))
+
+
+def prefix_room(share: float = 1.0) -> int:
+    """The usual bytes for states of prompts' beginnings: a tenth of `room_bytes`, 1 GB where it is unknown."""
+    room = room_bytes(share)
+    return int(_PREFIXES * room) if room is not None else _PREFIX_BYTES
 
 
 def room_bytes(share: float = 1.0) -> float | None:

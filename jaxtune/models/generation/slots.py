@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.adapters import choose_adapters
 from jaxtune.models.generation.converted import head_of_step
 from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
 from jaxtune.models.generation.limits import MOST_RANKED
@@ -36,13 +37,15 @@ from jaxtune.models.generation.sampling import (
 )
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.generation.xla_options import prompt_options, sampler_options
+from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.programs.kept import Function
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.models.vision.pictures import Pictures
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.decode.attention import inserted
+from jaxtune.pallas.decode.attention import implementations, inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
 
 NO_MASK = np.uint32(0xFFFFFFFF)
@@ -78,6 +81,7 @@ class Rows(NamedTuple):
     # int32[N]: a new token's position less its index in the row, where pictures advance by fewer positions than they
     # have tokens; None for a model that reads no pictures
     delta: Array | None = None
+    adapter: Array | None = None  # int32[N]: the number of the row's adapter, 0: none; None: the model has none
 
 
 def empty_adjustments(count: int, width: int) -> Adjustments:
@@ -126,10 +130,12 @@ class Programs(NamedTuple):
 
     prefill: Function  # _prefill: the states after prompts
     pack: Function  # _pack: the states after several prompts that were concatenated in one row
-    extend: Function  # _extend: the states after one more chunk of long prompts
-    insert: jax.stages.Wrapped  # _insert: copies prefilled states into slots, whose old states are donated
+    extend: Function  # _extend: the states after one more piece of long prompts
+    insert: Function  # _insert: copies prefilled states into slots, whose old states are donated
     # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
     decode: Function
+    grow: Function  # _grown: an array with a longer axis
+    mark: Function  # _marked: `seen` with other counts of one slot; donated
 
 
 def programs_of(deterministic: bool, slots: int) -> Programs:
@@ -149,8 +155,10 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
         Function(_prefill, 2, options=of_prompts),
         Function(_pack, 2, options=of_prompts),
         Function(_extend, 1, donated=(1,), options=of_prompts),
-        jax.jit(_insert, donate_argnames="states", compiler_options=of_steps),
+        Function(_insert, 0, donated=(0,), options=of_steps),
         Function(functools.partial(_decode, same_choices), 3, donated=(1, 2, 3), options=of_steps),
+        Function(_grown, 1),
+        Function(_marked, 0, donated=(0,)),
     )
 
 
@@ -166,7 +174,6 @@ def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], r
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states_shape(structure, tuple(shapes), rows, capacity))
 
 
-@functools.lru_cache(64)
 def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
     """The states of rows as jax.ShapeDtypeStructs.
 
@@ -175,13 +182,35 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
     rows: number of rows.
     capacity: tokens for which each has room.
     """
-    tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
-    row_states = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
+    row_states = _row_shape(structure, shapes, capacity)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), row_states)
 
 
+@functools.lru_cache(64)
+def _row_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], capacity: int) -> States:
+    tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
+    return jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
+
+
+def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], slots: int, capacity: int) -> bool:
+    """Whether a decoding step reads of each cache what its row has, as decode_attention's kernels do, so that longer
+    caches take no more time.
+    """
+    model = structure.model(shapes)
+    states = states_shape(structure, tuple(shapes), slots, capacity)
+    with dispatch.unchecked():
+        for layer, layer_states in zip(model.layers, states, strict=True):
+            for name, mixer in layer.mixers.items():
+                if isinstance(mixer, Attention) and not mixer.takes:
+                    query = jax.ShapeDtypeStruct((slots, mixer.config.num_heads, mixer.config.head_dim), model.dtype)
+                    table = implementations(query, layer_states[name][0])
+                    if next(name for name, refusal in table.items() if refusal() is None) == "reference":
+                        return False
+    return True
+
+
 def _prefill(
-    structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None
+    structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None, adapters=None
 ) -> States:
     """The states, with room for `capacity` tokens, after the first lengths[i] tokens of each row i, by the forward pass
     of training.
@@ -189,9 +218,11 @@ def _prefill(
       tokens: int32[R, T], prompts without their last token, padded at the end.
       lengths, totals: int32[R], from 1 to T; tokens of the whole prompt, which choose a longrope model's factors.
       positions: int32[R, T, axes], where they are not the tokens' indices; None: they are.
-      pictures: Pictures of the rows; None: text alone.
+      pictures: Pictures of the rows, then one; None: text alone.
+      adapters: int32[R], the number of each row's adapter, 0: none; None: the model has none.
     """
     model = structure.model(leaves)
+    choose_adapters(model, None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape))
     layout = _rows_layout(model.config, tokens.shape, lengths, totals, positions)
     layout = model.picture_layout(layout, pictures)
 
@@ -202,18 +233,19 @@ def _prefill(
         return _forward(model, tokens, layout, first_state, pictures)
 
 
-def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
+def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals, adapters=None) -> States:
     """The states of G prompts, a row for each, that were concatenated in one row and do not see each other. Mixers must
     all be attention, and layers exchange nothing.
 
       width: the most tokens of a prompt.
       tokens: int32[1, T], prompts without their last token.
       starts, lengths: int32[G], first indices, ascending, and tokens; T and 0 for none.
-      totals: int32[G], as for `_prefill`.
+      totals, adapters: int32[G], as for `_prefill`.
     """
     model, length = structure.model(leaves), tokens.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
     prompt = jnp.maximum((index[:, None] >= starts).sum(1) - 1, 0)
+    choose_adapters(model, None if adapters is None else adapters[prompt][None])
     position = index - starts[prompt]
     segments = jnp.where(position < lengths[prompt], prompt + 1, 0).astype(jnp.int32)
     layout = packed_layout((1, length), segments[None], max_documents=len(starts))
@@ -260,15 +292,19 @@ def _forward(
     return states
 
 
-def _extend(structure: Structure, leaves, states, tokens, starts, totals) -> States:
-    """The states (donated) after C more tokens of each row, a chunk of long prompts. tokens: int32[R, C], without
-    padding. starts: int32[R], tokens that the states contain. totals: int32[R], as for `_prefill`.
+def _extend(structure: Structure, leaves, states, tokens, starts, counts, totals, adapters=None) -> States:
+    """The states (donated) after the next tokens of each row, a piece of long prompts.
+
+    tokens: int32[R, C], padded at the end.
+    starts, counts: int32[R], tokens that the states contain, and how many of the C there are.
+    totals, adapters: int32[R], as for `_prefill`.
     """
     model = structure.model(leaves)
+    choose_adapters(model, None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape))
     with jax.named_scope("extend"):
-        positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        tables = rotary_tables(model.config, positions, totals[:, None])
-        real = jnp.ones(len(starts), bool)
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        tables = rotary_tables(model.config, starts[:, None] + index, totals[:, None])
+        real = index < counts[:, None]
         return through_layers(model, split_layers(model), tokens, states, starts, tables, real)[1]
 
 
@@ -291,28 +327,22 @@ def _insert(states, staged, rows, slots) -> States:
     return jax.tree.map(insert_rows, states, staged)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _grown(shape: tuple[int, ...], state: jax.Array) -> jax.Array:
     """An array padded with zeros at the end of each axis to `shape`."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def mark_seen(seen, slot, tokens, start, length) -> jax.Array:
-    """Replaces the tokens that a slot's row contains.
+def _marked(seen, slot, counts) -> jax.Array:
+    """`seen` with the counts (seen_counts) of a slot's row."""
+    return seen.at[slot].set(counts)
 
-    seen: int32[N, V], of all slots: 2 for each time that the answer contains a token, and 1 if the prompt does;
-      donated.
-    slot: int32[], the slot.
-    tokens: int32[T], the row's, with padding.
-    start, length: int32[], how many of them are the prompt's, and how many count.
-    """
-    index = jnp.arange(len(tokens))
-    zeros = jnp.zeros(seen.shape[1], jnp.int32)
-    row = zeros.at[tokens].max(jnp.int32(index < start)) + zeros.at[tokens].add(
-        2 * jnp.int32((index >= start) & (index < length))
-    )
-    return seen.at[slot].set(row)
+
+def seen_counts(tokens: Sequence[int], start: int, vocab_size: int) -> np.ndarray:
+    """int32[V]: 2 for each time that an answer has a token, and 1 if the prompt, the first `start` tokens, has it."""
+    row = np.asarray(tokens, np.int64)
+    counts = 2 * np.bincount(row[start:], minlength=vocab_size)
+    counts[row[:start]] += 1
+    return counts.astype(np.int32)
 
 
 def _decode(
@@ -332,11 +362,12 @@ def _decode(
     seen, Emitted); the first three are the next call's, and donated.
 
       batch_invariant: a row has the same bits beside any other rows.
-      seen: int32[N, V] of `mark_seen`; None without Kind.penalises.
+      seen: int32[N, V] of `seen_counts`; None without Kind.penalises.
       changed, new_live: bool[N], slots in which the host started or ended a row; their `live`.
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
     model = structure.model(leaves)
+    choose_adapters(model, None if rows.adapter is None else jnp.asarray(rows.adapter)[:, None])
     splits = split_layers(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable

@@ -5,6 +5,7 @@ output projection. The segment `attend` has a hand-written derivative.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -84,6 +85,8 @@ class Attention(nnx.Module):
 
     Raises ValueError for takes_keys with gives_keys, or with a fused qkv_proj.
     """
+
+    has_cache = True
 
     def __init__(
         self, config: DecoderConfig, key: jax.Array, dtype, gives_keys: str | None = None, takes_keys: str | None = None
@@ -358,7 +361,7 @@ class Attention(nnx.Module):
         else:
             query, key, value, *gates = self.project(x, context.rotary)
             keys, values = state
-            write = chunk_written if chunk else _written_one
+            write = functools.partial(chunk_written, counts=context.layout.counts()) if chunk else _written_one
             state = tuple(write(cache, new, positions) for cache, new in zip(state, (key, value), strict=True))
         if chunk:
             out = chunk_attention(query, key, value, keys, values, positions, **options)

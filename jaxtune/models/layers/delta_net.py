@@ -106,6 +106,7 @@ class DeltaNet(nnx.Module):
     """
 
     state_reads = ("qkv", "rates")
+    has_cache = False
 
     def __init__(self, shape: DeltaNetShape, config: DecoderConfig, key: jax.Array, dtype):
         self.shape = shape
@@ -257,18 +258,23 @@ class DeltaNet(nnx.Module):
 
         x: [B, N, hidden], the layer's normed input.
         state: of `first_state`.
-        positions, context: not used, because the state holds no position.
+        positions: not used, because the state holds no position.
+        context: its layout says which tokens are padding.
         """
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:
             history = jnp.concatenate([window, qkv], axis=1)
-            window_length = window.shape[1]
+            window_length, layout = window.shape[1], context.layout
             qkv = short_convolution(history, self._taps(), packed_layout((len(history), history.shape[1])))[
                 :, window_length:
             ]
-            out, state = delta_rule_chunk(*self._split(qkv, rates), state)
-            return self.output(out, gate), (history[:, history.shape[1] - window_length :], state)
+            query, key, value, decay, beta = self._split(qkv, rates)
+            real = (layout.doc_end > layout.doc_start)[..., None]  # padding neither decays the state nor writes to it
+            decay, beta = jnp.where(real, decay, 0), jnp.where(real, beta, 0)
+            out, state = delta_rule_chunk(query, key, value, decay, beta, state)
+            last = layout.counts()[:, None] + jnp.arange(window_length, dtype=jnp.int32)
+            return self.output(out, gate), (jnp.take_along_axis(history, last[..., None], axis=1), state)
         qkv, window = short_convolution_step(qkv, self._taps(), window)
         out, state = delta_rule_step(*self._split(qkv, rates), state)
         return self.output(out, gate), (window, state)

@@ -243,6 +243,9 @@ class Mixer(LayerPart, Protocol):
     """
 
     state_reads: tuple[str, ...]  # names of the residuals from which the state for generation is built after a prompt
+    # whether the state's arrays are caches [rows, heads, capacity, D] with the token at position p at index p %
+    # capacity; else they do not grow, and cannot be cut
+    has_cache: bool
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Bytes that the mixer's own backward needs beyond the residuals. Sizes are by the mixer's own names of
@@ -270,7 +273,7 @@ class Mixer(LayerPart, Protocol):
 
     def step(self, x: jax.Array, state: Any, positions: jax.Array, context: Context) -> tuple[jax.Array, Any]:
         """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them). N is 1 while
-        rows decode; a long prompt is prefilled in chunks.
+        rows decode; a long prompt is prefilled in pieces, of which the last may end in padding, which changes no state.
 
           x: [B, N, hidden], the part's input after the norm.
           state: from first_state or an earlier step.

@@ -24,10 +24,12 @@ import json
 import logging
 import os
 import sys
+import threading
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,7 @@ _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "N
 _OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
 _DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
 _LEAF = "*"
+_MOST_THREADS = 16
 COMPUTING = ("jaxtune", "jax", "flax", "optax")  # packages with functions that a program may be made of
 
 
@@ -124,10 +127,11 @@ def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled]:
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
-    return _programs_of(requests, cache)
+    return [_program_of(done) for done in _built(requests, cache)]
 
 
-def _programs_of(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.stages.Compiled]:
+def _built(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.stages.Compiled | _Fresh]:
+    """Those without an entry are _Fresh, and kept."""
     with timing.phase("cached", "keys"):
         digests = described.Digests()
         keys = [None if cache is None else request.key(digests) for request in requests]
@@ -135,7 +139,11 @@ def _programs_of(requests: Sequence[Request], cache: ProgramCache | None) -> lis
     for request, key, made in zip(requests, keys, done, strict=True):
         if isinstance(made, _Fresh) and key is not None and cache is not None:
             _keep(request, key, made, cache)
-    return [made.program if isinstance(made, _Fresh) else made for made in done]
+    return done
+
+
+def _program_of(done: jax.stages.Compiled | _Fresh) -> jax.stages.Compiled:
+    return done.program if isinstance(done, _Fresh) else done
 
 
 def cache_of_programs() -> ProgramCache | None:
@@ -166,7 +174,7 @@ def _loaded_or_compiled(
         with timing.phase("cached", request.name):
             return _loaded(request, key, cache)
 
-    with ThreadPoolExecutor(2 * len(requests), "compile") as pool:
+    with ThreadPoolExecutor(min(2 * len(requests), _MOST_THREADS), "compile") as pool:
         loading = [pool.submit(loaded, *pair) for pair in zip(requests, keys, strict=True)]
         done = []
         with uncollected():
@@ -197,6 +205,7 @@ def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch
 
 class Function:
     """jax.jit of a function, of whose programs for one device those are loaded that an earlier process has compiled.
+    Any thread may call it; equal programs are compiled once.
 
     statics: the first arguments, which are static: hashable, and equal only if they give the same program.
     donated: indices among the other arguments.
@@ -219,7 +228,8 @@ class Function:
             compiler_options=dict(options),
         )
         self.lower = self._jitted.lower
-        self._programs: dict[Hashable, Callable | None] = {}
+        self._programs: dict[Hashable, Future[Callable]] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, *arguments):
         return self.program(*arguments)(*arguments[self._statics :])
@@ -228,39 +238,108 @@ class Function:
         """What takes the arguments that are not static, and others of their shapes. Found again in a millisecond, so
         what runs often keeps it.
         """
+        if (call := self.call(*arguments)) is not None:
+            if (future := self._programs.get(call.key)) is not None:
+                return future.result()
+            with timing.phase("cached", "keys"):
+                cache = cache_of_programs()
+            if cache is not None:
+                return _prepared([call], cache)[0][0]
+        return functools.partial(self._jitted, *arguments[: self._statics])
+
+    def call(self, *arguments) -> Call | None:
+        """A call with these arguments, or with arrays of their shapes: jax.ShapeDtypeStructs, of which one names the
+        device. None if they are not all on one device.
+        """
         statics, others = arguments[: self._statics], arguments[self._statics :]
-        jitted = functools.partial(self._jitted, *statics)
         leaves, structure = jax.tree.flatten(others)
-        devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
+        devices = {device for leaf in leaves for device in _devices_of(leaf)}
         if len(devices) != 1:
-            return jitted
-        shapes = tuple((leaf.shape, leaf.dtype, *_of_array(leaf)) for leaf in leaves)
-        key = statics, structure, shapes, *devices, config.trace_context()
-        if key not in self._programs:
-            self._programs[key] = self._compiled(statics, others, *devices)
-        return self._programs[key] or jitted
-
-    def _compiled(self, statics: tuple, arguments: tuple, device) -> Callable | None:
-        """None if programs are not kept."""
-        with timing.phase("cached", "keys"):
-            cache = cache_of_programs()
-        if cache is None:
             return None
+        (device,) = devices
+        shapes = tuple((leaf.shape, leaf.dtype, *_of_array(leaf, device)) for leaf in leaves)
+        return Call(self, others, (statics, structure, shapes, device, config.trace_context()))
 
-        def shape(leaf: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
-            weak, memory = _of_array(leaf)
+    def future(self, call: Call) -> tuple[Future[Callable], bool]:
+        """(the program to come, whether the caller must make it, and then set it or call `forget`)."""
+        with self._lock:
+            if (future := self._programs.get(call.key)) is not None:
+                return future, False
+            self._programs[call.key] = future = Future()
+            return future, True
+
+    def forget(self, call: Call) -> None:
+        del self._programs[call.key]
+
+    def has(self, call: Call) -> bool:
+        """Whether this process has the program."""
+        future = self._programs.get(call.key)
+        return future is not None and future.done()
+
+    def request(self, call: Call) -> Request:
+        statics, _, _, device, _ = call.key
+
+        def shape(leaf: _Leaf) -> jax.ShapeDtypeStruct:
+            weak, memory = _of_array(leaf, device)
             where = jax.sharding.SingleDeviceSharding(device, memory_kind=memory)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where, weak_type=weak)
 
         where = jax.sharding.SingleDeviceSharding(device)
         bound = functools.partial(self._function, *statics)
-        request = Request(bound, jax.tree.map(shape, arguments), where, None, self._options, self._donated)
-        return _programs_of([request], cache)[0]
+        return Request(bound, jax.tree.map(shape, call.arguments), where, None, self._options, self._donated)
 
 
-def _of_array(leaf: jax.Array | np.ndarray) -> tuple[bool, str | None]:
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A program of a Function."""
+
+    function: Function
+    arguments: tuple  # those that are not static, or their shapes
+    key: tuple  # in `function`
+
+
+class Prepared(NamedTuple):
+    loaded: int  # programs that an earlier process had compiled
+    compiled: int
+
+
+def prepare(calls: Sequence[Call]) -> Prepared:
+    """Loads or compiles, in threads, the programs that this process lacks; the slowest should come first."""
+    with timing.phase("cached", "keys"):
+        cache = cache_of_programs()
+    return _prepared(calls, cache)[1]
+
+
+def _prepared(calls: Sequence[Call], cache: ProgramCache | None) -> tuple[list[Callable], Prepared]:
+    futures = [(call, *call.function.future(call)) for call in calls]
+    missing = [(call, future) for call, future, is_missing in futures if is_missing]
+    try:
+        built = _built([call.function.request(call) for call, _ in missing], cache) if missing else []
+    except BaseException as error:
+        for call, future in missing:
+            call.function.forget(call)
+            future.set_exception(error)
+        raise
+    for (_, future), done in zip(missing, built, strict=True):
+        future.set_result(_program_of(done))
+    compiled = sum(isinstance(done, _Fresh) for done in built)
+    return [future.result() for _, future, _ in futures], Prepared(len(built) - compiled, compiled)
+
+
+type _Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+def _devices_of(leaf: _Leaf) -> Set:
+    if isinstance(leaf, jax.Array):
+        return leaf.devices()
+    sharding = getattr(leaf, "sharding", None)
+    return set() if sharding is None else sharding.device_set
+
+
+def _of_array(leaf: _Leaf, device) -> tuple[bool, str | None]:
     """(whether its type is weak, in which memory of a device it is)."""
-    return (leaf.weak_type, leaf.sharding.memory_kind) if isinstance(leaf, jax.Array) else (False, None)
+    where = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(device)
+    return getattr(leaf, "weak_type", False), where.memory_kind
 
 
 # ---- keeping and loading

@@ -59,6 +59,10 @@ class PackedLayout:
         index = jnp.arange(self.doc_start.shape[1], dtype=jnp.int32)
         return index - self.doc_start
 
+    def counts(self) -> jax.Array:
+        """int32[B]: tokens of each row that are not padding."""
+        return (self.doc_end > self.doc_start).sum(1, dtype=jnp.int32)
+
     def of_window(self, window: int | None) -> PackedLayout:
         """Without runs that attention of this window does not have."""
         drops = self.runs is not None and self.runs.windows_only and window is None

@@ -37,6 +37,9 @@ class LoraWeights:
     row_scale: jax.Array | None = None
     # alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
+    # float32[..., r] of each token in place of the scale, or [r] of all: where it is 0 a column adds nothing, so that
+    # several adapters side by side are one, of which each token takes its own; not differentiable
+    gate: jax.Array | None = None
 
 
 @meshes.on_any_mesh
@@ -88,6 +91,8 @@ def quant_matmul(
             check.number(f"loras[{i}].scale", lora.scale)
             if lora.row_scale is not None:
                 check.array(f"loras[{i}].row_scale", lora.row_scale, f"out_{i}", FLOATS)
+            if lora.gate is not None:
+                check.array(f"loras[{i}].gate", lora.gate, f"... r_{i}", FLOATS)
         if bias is not None:
             check.array(f"biases[{i}]", bias, f"out_{i}", FLOATS)
     check.is_a("fp8", fp8, bool, "True or False")

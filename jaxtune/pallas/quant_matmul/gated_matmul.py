@@ -52,6 +52,8 @@ def gated_matmul(
     check.number("lora.scale", lora.scale)
     if lora.row_scale is not None:
         raise ValueError("gated_matmul: lora.row_scale must be None: use quant_matmul for adapters with DoRA")
+    if lora.gate is not None:
+        raise ValueError("gated_matmul: lora.gate must be None: use quant_matmul")
     if bias is not None:
         check.array("bias", bias, "out", FLOATS)
     check.choice("activation", activation, tuple(ACTIVATIONS))
@@ -164,8 +166,9 @@ def gated_mlp(
     check.choice("activation", activation, tuple(ACTIVATIONS))
     for name, sequence, description in (("weights", weights, "quantised weights"), ("loras", loras, "adapters")):
         check.sequence(name, sequence, description, 3)
-    if any(lora.row_scale is not None for lora in loras) or not joins(*weights[:2]):
-        description = "weights of gate and up must be in FP8 with scales of 128 x 128, and loras without row_scale"
+    plain = all(lora.row_scale is None and lora.gate is None for lora in loras)
+    if not (plain and joins(*weights[:2])):
+        description = "weights of gate and up must be in FP8 with scales of 128 x 128, loras without row_scale and gate"
         raise ValueError(f"gated_mlp: {description}: use quant_matmul and gated_matmul")
     first, second = (
         reference.Static(owners, tuple(lora.scale for lora in group_loras), *choose(group_weights, x.dtype, True, None))

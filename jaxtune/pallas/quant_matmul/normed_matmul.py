@@ -44,7 +44,7 @@ def normed_matmul(
 
       x: [..., in] bfloat16, float16 or float32. norm_weight: float[in].
       weights: [out_i, in], arrays or quantised. biases: [out_i] or None for each.
-      loras: for each weight its adapter, without a row_scale, or None.
+      loras: for each weight its adapter, without a row_scale or gate, or None.
       eps: added to the mean square. offset: added to the norm's weight, if float32.
       float32: True: only the product with the norm's weight is rounded; False: both factors are rounded first, too.
       fp8: multiply FP8 weights undecoded, by rows rounded to e4m3.
@@ -65,6 +65,8 @@ def normed_matmul(
             check.number(f"loras[{i}].scale", lora.scale)
             if lora.row_scale is not None:
                 raise ValueError(f"normed_matmul: loras[{i}].row_scale must be None: use quant_matmul for DoRA")
+            if lora.gate is not None:
+                raise ValueError(f"normed_matmul: loras[{i}].gate must be None: use quant_matmul")
         if bias is not None:
             check.array(f"biases[{i}]", bias, f"out_{i}", FLOATS)
     rounding = NormRounding(eps, offset, float32)

@@ -149,6 +149,21 @@ def _join(loras, dtype):
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
+def _gated(inner, loras):
+    """`inner` times each adapter's gate, or its scale; 0 where the gate is, whatever `inner` is there."""
+    parts = []
+    for columns, lora in zip(_parts(inner, [(lora.a, lora.b) for lora in loras]), loras, strict=True):
+        if lora.gate is None:
+            parts.append(scaled(columns, lora.scale))
+            continue
+        gate = lora.gate.reshape(-1, lora.gate.shape[-1])
+        if len(gate) not in (1, len(columns)):
+            raise ValueError(f"quant_matmul: a gate of {len(gate)} tokens for {len(columns)}")
+        product = columns.astype(jnp.float32) * gate
+        parts.append(jnp.where(gate != 0, product, 0).astype(columns.dtype))
+    return jnp.concatenate(parts, axis=1)
+
+
 def low_rank_input(x, source, loras):
     """(inner in x's dtype, or None without adapters; source), both from an earlier run if it has them
     (low_rank.collected). No gradient flows through inner, because `_products` returns the whole gradient.
@@ -372,7 +387,14 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
     product_biases = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = Static(owners, scales, kernels, as_stored, few)
     inner, source = low_rank_input(flat, source, pairs)
-    products: tuple[jax.Array, ...] = _products(flat, source, tuple(weights), pairs, product_biases, inner, static)
+    products: tuple[jax.Array, ...]
+    if any(loras[index].gate is not None for index in owners):
+        inner = _gated(inner, [loras[index] for index in owners])
+        products = outputs(
+            flat, tuple(weights), pairs, product_biases, inner, static._replace(scales=(1.0,) * len(owners))
+        )
+    else:
+        products = _products(flat, source, tuple(weights), pairs, product_biases, inner, static)
     finished = []
     for out, row_scale, bias in zip(products, row_scales, biases, strict=True):
         out = out.reshape(*x.shape[:-1], out.shape[-1])

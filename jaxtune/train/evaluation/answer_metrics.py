@@ -14,6 +14,7 @@ from jaxtune.conversations.picture_processors import PictureProcessor, picture_a
 from jaxtune.conversations.pictures import TAG
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.system.sealed import crc32
@@ -129,6 +130,7 @@ class AnswerMetrics:
             most_slots=rows.most,
             most_converted=self.most_converted,
             deterministic=self.deterministic,
+            prefix_bytes=None if self.deterministic else worthwhile_bytes(prompt.ids for prompt in self.prompts),
         )
         rows = list(
             sampler.run(

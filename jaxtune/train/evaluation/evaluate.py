@@ -12,6 +12,7 @@ from jaxtune.conversations.pictures import PICTURE, TAG
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.data.rendering.formats import Example, normalize
@@ -52,11 +53,12 @@ def exact_match(
     questions = questions_of(tokenizer, rows, max_new_tokens, template, positions, today, pictures)
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
     longest = max(len(question.prompt) for question in questions) + max_new_tokens
-    sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
+    prompts = [question.prompt for question in questions]
+    slots, prefix_bytes = min(batch_size, len(rows)), worthwhile_bytes(prompts)
+    sampler = Sampler(model, length=longest, most_slots=slots, prefix_bytes=prefix_bytes)
     answers = []
-    asked = [question.prompt for question in questions]
     seen = [PromptPictures.of(question.pictures) for question in questions]
-    for row in sampler.run(asked, max_new_tokens, eos_token_ids=sorted(ends), pictures=seen):
+    for row in sampler.run(prompts, max_new_tokens, eos_token_ids=sorted(ends), pictures=seen):
         ids = _after(tokenizer, row.ids, questions[row.index].mark)
         ids = list(itertools.takewhile(lambda token: token not in ends, ids))
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())

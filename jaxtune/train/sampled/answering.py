@@ -15,7 +15,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
 from jaxtune.models.generation.requests import Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
-from jaxtune.models.generation.slot_plan import SlotPlan
+from jaxtune.models.generation.slot_plan import SlotPlan, prefix_room
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.system import waiting
 from jaxtune.train.config import ConfigError
@@ -112,13 +112,13 @@ class Sampling:
         return None if self.plan is None else self.plan.converted_layers
 
     def sampler(
-        self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False
+        self, model: Decoder, prompts: Sequence[Sequence[int]], turns: bool = False
     ) -> Sampler | DividedSampler:
         """A sampler for answers to `prompts`, with rows for the longest prompt and answer; several devices with copies
         of the weights share the answers.
 
-          alone: each prompt is prefilled in a program of its own, so that an answer has the same bits whenever it is
-          submitted. Several at once are faster.
+          turns: an answer's prompts begin with the one before: what they share is prefilled once, and each prompt
+          alone, so that an answer has the same bits whenever it is submitted. Several at once are faster.
         """
         longest, devices = max(len(ids) for ids in prompts), devices_of(model)
 
@@ -129,7 +129,8 @@ class Sampling:
                 length=longest + self.settings.max_completion_length,
                 most_slots=min(self.slots, -(-len(prompts) // len(devices))),
                 most_converted=self.most_converted,
-                prefills_alone=alone,
+                prefills_alone=turns,
+                prefix_bytes=prefix_room() if turns else None,
             )
 
         return made(model) if len(devices) == 1 else DividedSampler(model, devices, len(prompts), made)
@@ -279,8 +280,8 @@ class ToolTurns:
     """Samples answers in which the model calls tools: a turn, its calls, their results as tokens, the next turn.
 
     Synchronous tools run in this thread, between rounds of the sampler. While asynchronous tools run, another answer
-    has the slot; the next turn prefills all tokens again. Each prompt is prefilled alone, so that results do not depend
-    on how long tools take.
+    has the slot; the next turn prefills what follows the last turn's prompt. Each prompt is prefilled alone, so that
+    results do not depend on how long tools take.
     """
 
     sampling: Sampling
@@ -313,7 +314,7 @@ class ToolTurns:
         prompt too long.
         """
         dialogues = self._new_dialogues(prompts, seeds)
-        sampler = self.sampling.sampler(model, [dialogue.answer.prompt_ids for dialogue in dialogues], alone=True)
+        sampler = self.sampling.sampler(model, [dialogue.answer.prompt_ids for dialogue in dialogues], turns=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
         called: list[tuple[ToolCalls, _Dialogue]] = []  # whose tools run
         for dialogue in dialogues:

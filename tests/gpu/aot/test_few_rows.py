@@ -39,10 +39,20 @@ def test_products_fit_a_hopper_gpu(rows, tmp_path):
     assert_fit(calls_of(rows, None), tmp_path)
 
 
-@pytest.mark.parametrize(("rows", "rank"), [(2, 16), (64, 64), (128, 64)])
-def test_products_with_adapters_fit_a_hopper_gpu(rows, rank, tmp_path):
-    calls = calls_of(rows, rank)
-    assert [settings["RANK"] for *_, settings in calls] == [rank] * 3
+@pytest.mark.parametrize(
+    ("rows", "rank", "gated"),
+    [(2, 16, False), (64, 64, False), (128, 64, False), (2, 16, True), (64, 64, True), (128, 32, True)],
+)
+def test_products_with_adapters_fit_a_hopper_gpu(rows, rank, gated, tmp_path):
+    calls = calls_of(rows, rank, gated=gated)
+    assert [(settings["RANK"], settings["GATED"]) for *_, settings in calls] == [(rank, gated)] * 3
+    assert_fit(calls, tmp_path)
+
+
+def test_a_gated_product_of_most_rows_and_ranks_of_several_models_is_not_a_kernel(tmp_path):
+    """It would spill registers."""
+    calls = calls_of(128, 64, gated=True, count=2)
+    assert [settings["ACTIVATION"] for *_, settings in calls] == [0, 0]
     assert_fit(calls, tmp_path)
 
 
@@ -67,14 +77,23 @@ def test_products_of_a_hidden_size_of_576_fit_a_hopper_gpu(rows, rank, tmp_path)
     assert_fit(calls, tmp_path)
 
 
-def calls_of(rows: int, rank: int | None, hidden: int = HIDDEN, inner: int = INNER, keys: int = KV_HEADS * DIM):
+def calls_of(
+    rows: int,
+    rank: int | None,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
+    keys: int = KV_HEADS * DIM,
+    gated: bool = False,
+    count: int = 3,
+):
     """The calls of kernels for the products of a layer, of Llama-3.1-8B's sizes if none are named, with adapters of
-    that rank or without."""
+    that rank or without; gated: of which each row takes columns of its own."""
 
     def lora(weight):
         if rank is None:
             return None
-        return LoraWeights(jnp.zeros((rank, weight.shape[1]), weight.dtype), jnp.zeros((weight.shape[0], rank)))
+        sides = jnp.zeros((rank, weight.shape[1]), weight.dtype), jnp.zeros((weight.shape[0], rank))
+        return LoraWeights(*sides, gate=jnp.zeros((rows, 1, rank)) if gated else None)
 
     def run(x, wide, query, key, gate, down):
         attention, gated = [lora(query), lora(key), lora(key)], gated_product(x, gate, gate, "silu", [lora(gate)] * 2)
@@ -83,7 +102,7 @@ def calls_of(rows: int, rank: int | None, hidden: int = HIDDEN, inner: int = INN
     with dispatch.compile_for((9, 0)), recorded_calls() as calls:
         weights = array(hidden, hidden), array(keys, hidden), array(inner, hidden), array(hidden, inner)
         jax.eval_shape(run, array(rows, hidden), array(rows, inner), *weights)
-    assert len(calls) == 3
+    assert len(calls) == count
     return calls
 
 

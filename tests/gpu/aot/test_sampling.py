@@ -18,7 +18,8 @@ from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.generation.structure import rounded_indices, structure_of
-from jaxtune.models.lora import get_peft_model
+from jaxtune.models.linear import GatedLora
+from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.models.registry import config_from_hf
 from tests.gpu.aot.target import H200
 
@@ -26,7 +27,15 @@ SLOTS, CAPACITY, STEPS = 64, 768, 8
 _TYPES = {"bfloat16": "bf16", "float32": "f32", "bool": "pred", "int32": "s32"}
 
 
-def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | None, decodes: int = 0, **changes):
+def with_adapters_of_rows(model: Decoder, rank: int = 64) -> Decoder:
+    for _, linear in linears(model):
+        out_size, in_size = linear.sizes
+        sides = jnp.zeros((rank, in_size), model.dtype), jnp.zeros((out_size, rank), model.dtype)
+        linear.lora = GatedLora(*sides, jnp.zeros(rank, jnp.int32), jnp.zeros(rank))
+    return model
+
+
+def structure_and_shapes(name: str, layers: int, adapter: bool | str, load_in: str | None, decodes: int = 0, **changes):
     hf = SHAPES[name] | {"num_hidden_layers": layers} | changes
     if "layer_types" in hf:
         hf |= {"layer_types": hf["layer_types"][:layers]}
@@ -34,6 +43,8 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
     def make():
         model = Decoder(config_from_hf(hf), jax.random.key(0), "bfloat16")
         model = quantize(model, load_in) if load_in else model
+        if adapter == "of rows":
+            return with_adapters_of_rows(freeze(model))
         return get_peft_model(model, r=16) if adapter else model
 
     model = nnx.eval_shape(make)
@@ -58,7 +69,7 @@ def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | N
 def lowered(
     name: str,
     layers: int,
-    adapter: bool = False,
+    adapter: bool | str = False,
     load_in: str | None = None,
     decodes: int = 0,
     slots: int = SLOTS,
@@ -80,13 +91,15 @@ def lowered(
         staged = placed(device.states_shape(structure, shapes, 1, 256))
         live = device.Live(ints(slots), ints(slots), placed(jax.ShapeDtypeStruct((slots,), bool)))
         rows = placed(device.empty_rows(slots, 4, structure.config.vocab_size))
+        rows = rows._replace(adapter=ints(slots) if adapter == "of rows" else None)
+        chunk = ints(1, 128), *[ints(1)] * 3, *([ints(1)] if adapter == "of rows" else [])
         programs, leaves = device.programs_of(False, slots), list(placed(shapes))
         changed = np.zeros(slots, bool)
         kind = Kind(True, False, False)
         return states, {
             "decode": programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, changed, live, rows),
             "insert": programs.insert.lower(states, staged, ints(1), ints(1)),
-            "extend": programs.extend.lower(structure, leaves, staged, ints(1, 128), ints(1), ints(1)),
+            "extend": programs.extend.lower(structure, leaves, staged, *chunk),
         }
 
 
@@ -102,6 +115,8 @@ def copies(text: str, states) -> list[str]:
 CASES = {
     "8B": ("llama-3.1-8b", 2, False, None),
     "8B, adapter": ("llama-3.1-8b", 2, True, None),
+    "8B, adapters of rows": ("llama-3.1-8b", 2, "of rows", None),
+    "8B NF4, adapters of rows": ("llama-3.1-8b", 2, "of rows", "nf4"),
     "8B NF4, adapter": ("llama-3.1-8b", 2, True, "nf4"),
     "8B NF4, adapter, one layer decoded": ("llama-3.1-8b", 2, True, "nf4", 1),
     "gpt-oss": ("gpt-oss-20b", 2, False, None),
@@ -184,6 +199,18 @@ def test_an_adapter_adds_no_kernel_to_a_step():
     assert kernels[0] == kernels[1]
 
 
+@pytest.mark.full
+def test_adapters_of_rows_add_no_kernel_to_a_step():
+    """Which columns rows take is computed before the first step."""
+    fusions = []
+    for adapter in (True, "of rows"):
+        _, programs = lowered("llama-3.1-8b", 2, adapter)
+        text = programs["decode"].compile().as_text()
+        assert text.count('name = "product_kernel"') == 8
+        fusions.append(len(re.findall(r"^.* (?:fusion|copy|convert|slice)\(.*while/body", text, re.MULTILINE)))
+    assert fusions[0] == fusions[1] > 0
+
+
 @pytest.mark.parametrize(("slots", "calls"), [(1, 4), (16, 4), (17, 0)])
 def test_few_rows_multiply_codes(slots, calls):
     """Products that share x are one kernel, and no step decodes a weight; more rows multiply decoded weights."""
@@ -192,3 +219,12 @@ def test_few_rows_multiply_codes(slots, calls):
     text = programs["decode"].compile().as_text()
     assert text.count('"coded_kernel"') == calls * layers
     assert ("dequantise" in text) == (not calls)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-20b", "qwen3-30b-a3b"])
+def test_a_step_reads_of_long_caches_what_rows_have(name):
+    """So a server has one length of caches."""
+    structure, shapes = structure_and_shapes(name, 2, False, None)
+    with H200.lowering():
+        assert device.reads_lengths(structure, shapes, SLOTS, 8192)
+    assert not device.reads_lengths(structure, shapes, SLOTS, 8192)

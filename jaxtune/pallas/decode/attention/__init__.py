@@ -2,9 +2,18 @@
 cache.
 """
 
-from jaxtune.pallas.decode.attention.api import decode_attention
+from jaxtune.pallas.decode.attention.api import decode_attention, implementations
 from jaxtune.pallas.decode.attention.cache import cache_capacity, cache_of, written
 from jaxtune.pallas.decode.attention.chunk import chunk_attention, chunk_written
 from jaxtune.pallas.decode.attention.insert import inserted
 
-__all__ = ["cache_capacity", "cache_of", "chunk_attention", "chunk_written", "decode_attention", "inserted", "written"]
+__all__ = [
+    "cache_capacity",
+    "cache_of",
+    "chunk_attention",
+    "chunk_written",
+    "decode_attention",
+    "implementations",
+    "inserted",
+    "written",
+]

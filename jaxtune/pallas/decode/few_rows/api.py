@@ -50,16 +50,19 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
         check.array(f"loras[{index}].b", lora.b, f"{sizes[index]} r_{index}", FLOATS)
         if lora.row_scale is not None:
             raise ValueError(f"{check.op}: loras[{index}] has a row_scale (DoRA): use quant_matmul")
+        if lora.gate is not None:
+            check.array(f"loras[{index}].gate", lora.gate, f"... r_{index}", FLOATS)
 
 
 def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
     """Such as ", adapters of rank 16", or "": calls with the same description share a check at first use."""
     rank = triton.padded_rank(loras)
-    return f", adapters of rank {rank}" if rank else ""
+    gated = ", gated" if any(lora is not None and lora.gate is not None for lora in loras) else ""
+    return f", adapters of rank {rank}{gated}" if rank else ""
 
 
 def _small_adapters(
-    loras: Sequence[LoraWeights | None], sizes: Sequence[int], columns: int, dtype
+    loras: Sequence[LoraWeights | None], rows: int, sizes: Sequence[int], columns: int, dtype
 ) -> list[LoraWeights | None]:
     return [
         lora
@@ -67,6 +70,9 @@ def _small_adapters(
             normal_array(7, lora.a.shape[0], columns, dtype=dtype),
             0.1 * normal_array(8, size, lora.a.shape[0], dtype=dtype),
             scale=lora.scale,
+            gate=None
+            if lora.gate is None
+            else jnp.maximum(normal_array(9, rows, lora.a.shape[0], dtype=jnp.float32), 0),
         )
         for lora, size in zip(loras, sizes, strict=False)
     ]
@@ -88,8 +94,8 @@ def products(
       x: [N, in]; "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at most 25
         million numbers.
       weights: [out_i, in] each, in x's dtype.
-      loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T; "triton" supports ranks up to
-        64. Arrays in another dtype are cast in each call. ValueError for DoRA.
+      loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T, or by its gate; "triton"
+        supports ranks up to 64. Arrays in another dtype are cast in each call. ValueError for DoRA.
       implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns, or 64 from 512 on),
         "reference" (jnp; one split if requested), or None: the first that supports the call.
     """
@@ -106,7 +112,7 @@ def products(
         sizes = tile.rows, 2 * tile.rows, tile.rows
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
         operands = normal_array(0, rows, columns, dtype=x.dtype), weights
-        operands = *operands, _small_adapters([*loras, None, None][:3] if loras else [], sizes, columns, x.dtype)
+        operands = *operands, _small_adapters([*loras, None, None][:3] if loras else [], rows, sizes, columns, x.dtype)
         return [jax.jit(triton.products)(*operands).sum(0)], [
             dispatch.exactly(reference.products)(*in_float32(operands))[0]
         ]
@@ -160,7 +166,7 @@ def gated_product(
             normal_array(0, rows, columns, dtype=x.dtype),
             *(0.02 * normal_array(i, size, columns, dtype=x.dtype) for i in (1, 2)),
         )
-        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, (128, 128), columns, x.dtype))
+        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, rows, (128, 128), columns, x.dtype))
         kernel, plain = (
             lambda x, gate, up, loras, module=module: module.gated_product(x, gate, up, activation, loras)
             for module in (triton, reference)

@@ -24,6 +24,7 @@ MOST_ROWS = 128
 # columns XLA divides, to add up the sums in a kernel of its own; and the most numbers of a small weight.
 MOST_ROWS_OF_OTHERS, _SMALL = 256, 6144 * 4096
 MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
+_MOST_GATED = 64 * MOST_RANK  # rows times rank of a gated product with adapters' gates: more spill
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
@@ -182,17 +183,19 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     rank = padded_rank(loras)
     stages = _stages(tile, padded(count), 2 if activation else 1, rank) if rank else tile.stages
-    adapter_arrays, settings = [], {}
+    gates, adapter_arrays, settings = _gates(loras, count), [], {}
     for name, lora in zip(("first", "second", "third"), (*loras, None, None, None), strict=False):
         settings[f"{name.upper()}_RANK"] = 0 if lora is None else lora.a.shape[0]
         settings[f"{name.upper()}_SCALE"] = 1.0 if lora is None else float(lora.scale)
+        if not gates:
+            settings |= {f"{name}_gate": None}
         if not rank:
             settings |= {f"{name}_a": None, f"{name}_b": None}
         else:
             adapter_arrays += [x, x] if lora is None else [lora.a.astype(x.dtype), lora.b.astype(x.dtype)]
     (out,) = compat.triton_graph_call(
         triton_kernels.product_kernel,
-        (x, *weights, *(weights[0],) * padding, *adapter_arrays),
+        (x, *weights, *(weights[0],) * padding, *adapter_arrays, *gates),
         (jax.ShapeDtypeStruct((splits, count, width), dtype),),
         (width // tile.rows, splits, -(-count // tokens)),
         warps=tile.warps,
@@ -209,9 +212,24 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
         ACTIVATION=activation,
         STAGES=stages,
         RANK=rank,
+        GATED=int(bool(gates)),
         **settings,
     )
     return out
+
+
+def _gates(loras: Sequence[LoraWeights | None], count: int) -> list[jax.Array]:
+    """Three arrays float32[count, rank], the factors of the adapters' columns; [] if no adapter has a gate."""
+    if all(lora is None or lora.gate is None for lora in loras):
+        return []
+    gates: list[jax.Array | None] = [None] * 3
+    for index, lora in enumerate(loras):
+        if lora is not None:
+            rank = lora.a.shape[0]
+            gate = jnp.float32(lora.scale) if lora.gate is None else lora.gate.reshape(-1, rank).astype(jnp.float32)
+            gates[index] = jnp.broadcast_to(gate, (count, rank))
+    some = next(gate for gate in gates if gate is not None)
+    return [some if gate is None else gate for gate in gates]
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
@@ -254,6 +272,9 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
     """
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
+    rank = padded_rank(loras)
+    if any(lora is not None and lora.gate is not None for lora in loras) and padded(len(x)) * rank > _MOST_GATED:
+        return f"adapters of several models, of rank {rank}, for {len(x)} rows"
     return products_refusal(x, weights, loras)
 
 

@@ -59,6 +59,9 @@ def product_kernel(
     second_b,
     third_a,
     third_b,
+    first_gate,
+    second_gate,
+    third_gate,
     out,
     COUNT: tl.constexpr,
     INNER: tl.constexpr,
@@ -78,6 +81,7 @@ def product_kernel(
     FIRST_SCALE: tl.constexpr,
     SECOND_SCALE: tl.constexpr,
     THIRD_SCALE: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """out = x W^T, W being first [FIRST, INNER], second and third one below the other (0 rows if unused): partial sums
     float32[SPLITS, COUNT, FIRST + SECOND + THIRD], or x's dtype for one split. Grid: (rows of W / ROWS, SPLITS, COUNT /
@@ -97,26 +101,28 @@ def product_kernel(
       ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program.
       RANK: the largest rank as a power of two of at least 16.
       FIRST_RANK, SECOND_RANK, THIRD_RANK: 0: no adapter. FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the adapters' factors.
+      GATED: a factor for each row of x and column of its x A^T in their place: first_gate, second_gate, third_gate,
+        float32[COUNT, its rank]; else these are None.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(0) * ROWS
     split = tl.program_id(1)
     weight, first_row = first, begin
-    a, b = first_a, first_b
+    a, b, gate = first_a, first_b, first_gate
     rank, scale = tl.full([], FIRST_RANK, tl.int32), tl.full([], FIRST_SCALE, tl.float32)
     if not ACTIVATION:
         if SECOND > 0:
             if begin >= FIRST:
                 weight, first_row = second, begin - FIRST
                 if RANK > 0:
-                    a, b = second_a, second_b
+                    a, b, gate = second_a, second_b, second_gate
                     rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
         if THIRD > 0:
             if begin >= FIRST + SECOND:
                 weight, first_row = third, begin - FIRST - SECOND
                 if RANK > 0:
-                    a, b = third_a, third_b
+                    a, b, gate = third_a, third_b, third_gate
                     rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
     rows = first_row + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
@@ -147,7 +153,15 @@ def product_kernel(
             thin = tl.load(thin_lines[:, None] + columns[None, :], mask=exists[:, None], other=0.0)
             inner = tl.dot(tl.trans(x_tile), tl.trans(thin), inner)
     if RANK > 0:
-        inner = tl.trans((_rounded(inner, DTYPE) * scale).to(DTYPE))
+        inner = _rounded(inner, DTYPE)
+        if GATED:
+            factors = gate + tokens[:, None] * rank + ranks[None, :]
+            if ACTIVATION:
+                of_up = second_gate + tokens[:, None] * SECOND_RANK + (ranks - RANK)[None, :]
+                factors = tl.where((ranks < RANK)[None, :], factors, of_up)
+            scale = tl.load(factors, mask=(tokens < COUNT)[:, None] & exists[None, :], other=0.0)
+            inner = tl.where(scale != 0.0, inner, 0.0)  # whatever the columns of other adapters give
+        inner = tl.trans((inner * scale).to(DTYPE))
         b_rows = _rows_of_b(b, rows, ranks, rank)
         if ACTIVATION:  # read at the same time
             up_b_rows = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)

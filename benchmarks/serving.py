@@ -1,0 +1,172 @@
+"""A server's first minute: seconds until it is up, to a first answer, and tokens/s of the first bursts of clients.
+
+    python -m benchmarks.serving --model FOLDER --output FILE.json
+        [--clients 64] [--tokens 256] [--bursts 3] [--seconds 560] [--flags "--slots 64"]
+
+`jaxtune serve` is started twice with a home folder of its own: the first start compiles, the second has all caches.
+Each answers one request of 16 tokens, then bursts of --clients streams of --tokens tokens after prompts of drawn
+lengths, all at the same time. FILE.json is written after each start; FILE.log has what the servers print, with the
+table of phases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.processes import ROOT
+from benchmarks.record import commit_here, write
+
+STARTS = ("first", "second")
+_FIRST_TOKENS = 16
+_PROMPT_TOKENS = (50, 400)
+_VOCABULARY = (100, 600)  # of prompts' ids
+_END_SECONDS = 60
+
+
+class Server:
+    """`jaxtune serve` as a context, with `up_seconds` from its start to the line with its address."""
+
+    def __init__(self, options: argparse.Namespace, home: Path, log: Path):
+        self._options, self._home, self._log = options, home, log
+
+    def __enter__(self) -> Server:
+        variables = {"HOME": str(self._home), "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | variables | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        for name in ("JAX_COMPILATION_CACHE_DIR", "JAXTUNE_CACHE", "XDG_CACHE_HOME"):
+            environment.pop(name, None)
+        words = ["serve", str(self._options.model), "--port", "0", "--timing", *shlex.split(self._options.flags)]
+        began = time.monotonic()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._process = subprocess.Popen([sys.executable, "-m", "jaxtune", *words], env=environment, text=True, **pipes)
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
+        self._reader.start()
+        self.said = ""
+        while (line := lines.get(timeout=self._options.seconds)) is not None:
+            if address := re.search(r"http://[^/]*:(\d+)/v1", line):
+                self.port, self.up_seconds = int(address[1]), time.monotonic() - began
+                return self
+            self.said = line.strip() if "slots of" in line else self.said
+        raise RuntimeError(f"the server ended with {self._process.wait()}; {self._log} has what it said")
+
+    def _read(self, lines: queue.SimpleQueue[str | None]) -> None:
+        assert self._process.stdout is not None
+        with self._log.open("a", encoding="utf-8") as file:
+            for line in self._process.stdout:
+                file.write(line)
+                file.flush()
+                lines.put(line)
+        lines.put(None)
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reader.join(_END_SECONDS)
+
+    def _events(self, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self._options.seconds)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}))
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"status {response.status}: {response.read()[:300]!r}")
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def answered(self, model: str, prompt: list[int], tokens: int, temperature: float) -> tuple[float, int]:
+        """(seconds to the first tokens, tokens) of one stream."""
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True}
+        began, first, count = time.monotonic(), None, 0
+        for event in self._events(body | {"stream_options": {"include_usage": True}}):
+            first = time.monotonic() - began if first is None else first
+            count = (event.get("usage") or {}).get("completion_tokens", count)
+        return first or 0.0, count
+
+    def model(self) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v1/models")
+            return json.loads(connection.getresponse().read())["data"][0]["id"]
+
+
+def measured(options: argparse.Namespace, home: Path, log: Path) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+
+    def prompt() -> list[int]:
+        return random.integers(*_VOCABULARY, size=random.integers(*_PROMPT_TOKENS)).tolist()
+
+    with Server(options, home, log) as server, ThreadPoolExecutor(options.clients) as pool:
+        figures: dict[str, Any] = {"up_seconds": server.up_seconds, "said": server.said, "bursts": []}
+        name = server.model()
+        began = time.monotonic()
+        server.answered(name, prompt(), _FIRST_TOKENS, 0.0)
+        figures["first_answer_seconds"] = time.monotonic() - began
+        for _ in range(options.bursts):
+            prompts = [prompt() for _ in range(options.clients)]
+            began = time.monotonic()
+            answers = list(pool.map(lambda ids: server.answered(name, ids, options.tokens, 1.0), prompts))
+            seconds = time.monotonic() - began
+            burst = {
+                "seconds": seconds,
+                "tokens_per_second": sum(count for _, count in answers) / seconds,
+                "median_first_token_seconds": float(np.median([first for first, _ in answers])),
+            }
+            figures["bursts"].append(burst)
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("--model", "--output"):
+        parser.add_argument(name, type=lambda text: Path(text).resolve(), required=True)
+    for name, default in (("--clients", 64), ("--tokens", 256), ("--bursts", 3)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--seconds", type=float, default=560, help="the longest that a start or an answer may take")
+    parser.add_argument("--flags", default="", help="further flags of jaxtune serve")
+    options = parser.parse_args()
+    facts = {name: getattr(options, name) for name in ("clients", "tokens", "flags")} | {"model": str(options.model)}
+    record: dict[str, Any] = {"benchmark": "serving", "commit": commit_here(), **facts, "starts": {}}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    log = options.output.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="serving_") as folder:
+        for start in STARTS:
+            record["starts"][start] = figures = measured(options, Path(folder), log)
+            write(options.output, record)
+            rates = ", ".join(f"{burst['tokens_per_second']:,.0f}" for burst in figures["bursts"])
+            up, first = figures["up_seconds"], figures["first_answer_seconds"]
+            words = f"{start} start: up after {up:.1f} s, first answer {first:.2f} s, bursts {rates} tokens/s"
+            print(words, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""A sampler that compiles beside: what is prepared serves usual rows, and a missing program stops nobody else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import adapted_model, tiny_model
+
+from jaxtune import Decoder, Sampler
+from jaxtune.models.generation import prefills, ready, slots
+from jaxtune.models.generation import sampler as sampler_module
+from jaxtune.models.generation.adapters import Adapter
+from jaxtune.models.programs import kept as kept_programs
+from jaxtune.system.program_cache import in_use
+
+VOCAB, LENGTH, CHUNK = 48, 256, 64
+KINDS = (
+    {},
+    {"temperature": 0.9},
+    {"temperature": 1.1, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 5, "top_logprobs": 3},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"logit_bias": {3: 2.0, 5: -4.0}, "min_new_tokens": 3},
+)
+UNUSUAL = {
+    "ends": {"eos_token_ids": [1, 2, 3, 4, 5, 6]},
+    "biases": {"eos_token_ids": (), "logit_bias": {token: 0.1 * token for token in range(20)}},
+}  # for which the programs have too few columns
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model(initializer_range=0.5, max_position_embeddings=LENGTH)
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Nothing is compiled that a larger program serves."""
+    monkeypatch.setattr(ready, "LATER_SECONDS", float("inf"))
+
+
+@pytest.fixture
+def compilations():
+    """What XLA was asked for, in any thread."""
+    names: list[str] = []
+
+    def heard(event: str, _: float, **facts) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(facts.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def made(model: Decoder, **settings) -> Sampler:
+    settings = {"slots": 4, "length": LENGTH, "prefill_tokens": CHUNK, "first_at_once": True} | settings
+    return Sampler(model, **settings, compiles_beside=True)
+
+
+def drawn(random: np.random.Generator, count: int) -> list[tuple[list[int], int, dict]]:
+    """(prompt, new tokens, settings): prompts of one token up to some chunks."""
+    rows = []
+    for index in range(count):
+        length = int(random.choice([1, 2, *random.integers(3, CHUNK, 2), *random.integers(CHUNK, LENGTH - 1, 1)]))
+        new = int(random.integers(1, min(24, LENGTH - length) + 1))
+        settings = {"seed": 7, "index": index, "eos_token_ids": [4]} | KINDS[random.integers(len(KINDS))]
+        rows.append((random.integers(VOCAB, size=length).tolist(), new, settings))
+    return rows
+
+
+def answers(sampler: Sampler, rows) -> list[tuple[list[int], list[float]]]:
+    numbers = [sampler.submit(prompt, new, **settings) for prompt, new, settings in rows]
+    pieces = {number: ([], []) for number in numbers}
+    while sampler.pending:
+        for piece in sampler.step():
+            assert piece.finish_reason != "failed", piece.error
+            pieces[piece.request][0].extend(piece.ids)
+            pieces[piece.request][1].extend(piece.logprobs)
+    return [pieces[number] for number in numbers]
+
+
+def assert_same(results, expected) -> None:
+    assert [ids for ids, _ in results] == [ids for ids, _ in expected]
+    for (_, logprobs), (_, others) in zip(results, expected, strict=True):
+        np.testing.assert_allclose(logprobs, others, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_drawn_rows_compile_nothing_once_prepared(model, patient, compilations, monkeypatch, seed):
+    """Also when the caches grow, and rows of every kind come and go."""
+    monkeypatch.setattr(sampler_module, "_USUAL_LENGTH", 128)
+    with made(model) as sampler:
+        programs = sampler.prepare()
+        assert programs.loaded + programs.compiled > 10 and sampler._capacity == 128
+        rows = [row for row in drawn(np.random.default_rng(seed), 24) if len(row[0]) + row[1] <= 128]
+        rows += drawn(np.random.default_rng(seed + 10), 24)
+        compilations.clear()
+        results = answers(sampler, rows)
+        assert compilations == [] and sampler._capacity == 256
+    with Sampler(model, slots=4, length=LENGTH, prefill_tokens=CHUNK) as plain:
+        assert_same(results, answers(plain, rows))
+
+
+@pytest.mark.parametrize("unusual", UNUSUAL)
+def test_a_missing_program_keeps_only_its_row_waiting(model, patient, monkeypatch, compilations, unusual):
+    compiles, goes_on = threading.Event(), threading.Event()
+    with made(model) as sampler:
+        sampler.prepare()
+
+        def slow(calls):
+            compiles.set()
+            assert goes_on.wait(60)
+            return kept_programs.prepare(calls)
+
+        monkeypatch.setattr(ready, "prepare", slow)
+        rows = drawn(np.random.default_rng(3), 12)
+        waits = sampler.submit([5, 6, 7], 9, **UNUSUAL[unusual])
+        assert [len(ids) > 0 for ids, _ in rest(sampler, rows, until=compiles)] == [True] * len(rows)
+        assert sampler.pending == sampler.waiting == 1
+        goes_on.set()
+        ids = []
+        while sampler.pending:
+            for piece in sampler.step():
+                assert piece.request == waits
+                ids += piece.ids
+        compilations.clear()
+        answers(sampler, rows)  # no kind of rows needs a program for as many columns
+        assert compilations == []
+    with Sampler(model, slots=4, length=LENGTH) as plain:
+        assert ids == answers(plain, [([5, 6, 7], 9, UNUSUAL[unusual])])[0][0]
+
+
+def rest(sampler: Sampler, rows, until: threading.Event) -> list[tuple[list[int], list[float]]]:
+    """The answers to rows beside one that waits."""
+    numbers = [sampler.submit(prompt, new, **settings) for prompt, new, settings in rows]
+    pieces = {number: ([], []) for number in numbers}
+    while sampler.pending > 1 or not until.is_set():
+        for piece in sampler.step():
+            pieces[piece.request][0].extend(piece.ids)
+    return [pieces[number] for number in numbers]
+
+
+def test_a_program_that_cannot_be_compiled_ends_its_row_alone(model, patient, monkeypatch):
+    def fails(_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: of the test")
+
+    with made(model) as sampler:
+        sampler.prepare()
+        monkeypatch.setattr(ready, "prepare", fails)
+        for _ in range(2):
+            number, other = sampler.submit([5, 6, 7], 9, **UNUSUAL["ends"]), sampler.submit([5], 4, eos_token_ids=())
+            ends = {}
+            while sampler.pending:
+                ends |= {piece.request: piece for piece in sampler.step() if piece.finish_reason}
+            assert ends[number].finish_reason == "failed" and "RESOURCE_EXHAUSTED" in ends[number].error
+            assert ends[other].finish_reason == "length"
+        assert sampler.can_score(20) is False
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            while not sampler.can_score(20):
+                sampler._ready.wait(0.05)
+
+
+def test_an_error_of_preparing_is_raised(model, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("of the test")
+
+    slots.programs.cache_clear()
+    monkeypatch.setattr(kept_programs, "_built", fails)
+    with made(model) as sampler:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="of the test"):
+                sampler.prepare()
+    slots.programs.cache_clear()
+
+
+def test_what_a_larger_program_serves_is_compiled_later(model, monkeypatch):
+    monkeypatch.setattr(ready, "LATER_SECONDS", 0.0)
+    rows = [([3] * 20, 4, {"top_logprobs": 2})] * 2
+    with made(model) as sampler:
+        sampler.prepare()
+        exact = ready.Prefill(1, 32, 32), sampler._size(slots.Kind(False, False, False, ranks=True), 8, False)
+        choose = sampler._ready.choose
+        assert choose(exact, ()) == 1
+        first = answers(sampler, rows)
+        while choose(exact, ()) != 0:
+            sampler._ready.wait(0.1)
+        assert sampler._ready.decode(exact[1]) == exact[1]
+        assert_same(answers(sampler, rows), first)
+
+
+def test_an_update_keeps_ready_what_other_arrays_have(model):
+    """Weights of another dtype have programs of their own."""
+    with made(model) as sampler:
+        sampler.prepare()
+        ready_sizes = set(sampler._ready._queue.ready)
+        sampler.update(model)
+        assert sampler._ready._queue.ready == ready_sizes
+        leaves = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in sampler._leaves]
+        sampler._ready.use(sampler._structure, leaves, gated=False)
+        assert ready.Mark() in sampler._ready._queue.ready
+        assert not any(isinstance(size, ready.Decode | ready.Prefill) for size in sampler._ready._queue.ready)
+
+
+def test_deterministic_rows_run_in_programs_of_their_own_length(model, patient):
+    rows = [([3] * length, 5, {}) for length in (3, 20, 40)]
+    with made(model, deterministic=True) as sampler:
+        sampler.prepare()
+        results = answers(sampler, rows)
+        assert {ready.Prefill(1, width, width) for width in (16, 32, 64)} <= sampler._ready._queue.ready
+    with Sampler(model, slots=4, length=LENGTH, prefill_tokens=CHUNK, deterministic=True) as plain:
+        assert results == answers(plain, rows)
+
+
+def test_the_thread_ends_with_its_sampler(model, monkeypatch):
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "compiles beside"]
+
+    monkeypatch.setattr(ready, "prepare", lambda calls: None)
+    closed = made(model)
+    assert not closed.can_score(9)
+    assert threads()
+    closed.close()
+    assert not threads()
+    freed = made(model)
+    freed.can_score(9)
+    assert threads()
+    del freed, closed
+    gc.collect()
+    assert not threads()
+
+
+def test_a_second_start_compiles_nothing(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(kept_programs, "cache_of_programs", in_use)
+    monkeypatch.setattr(kept_programs, "_FORMAT", str(tmp_path))
+    counts = []
+    for _ in range(2):
+        slots.programs.cache_clear()  # as in another process
+        with made(model) as sampler:
+            counts.append(sampler.prepare())
+    slots.programs.cache_clear()
+    assert counts[0].compiled == counts[1].loaded > 10 and counts[0].loaded == counts[1].compiled == 0
+
+
+# ---- with adapters and stored beginnings
+
+
+def adapters_of(model: Decoder) -> dict[str, Adapter]:
+    ranks = {"few": 4, "more": 24}
+    return {name: Adapter.of(adapted_model(model, seed=rank, r=rank)) for name, rank in ranks.items()}
+
+
+def with_adapters(rows, names):
+    return [(prompt, new, more | {"adapter": name}) for (prompt, new, more), name in zip(rows, names, strict=True)]
+
+
+def test_rows_with_adapters_and_stored_beginnings_compile_nothing_once_prepared(
+    model, patient, compilations, monkeypatch
+):
+    """Also those whose caches are restored, and where two beginnings of equal tokens have another adapter each."""
+    monkeypatch.setattr(prefills, "BLOCK", 32)
+    random, adapters = np.random.default_rng(5), adapters_of(model)
+    names = [None, *adapters]
+    rows = [
+        (prompt, new, settings | {"adapter": names[random.integers(3)]}) for prompt, new, settings in drawn(random, 20)
+    ]
+    shared = random.integers(VOCAB, size=100).tolist()
+    turns = [([*shared, *more], 5, {"adapter": name}) for more in ([1], [2] * 40) for name in names]
+    with made(model, adapters=adapters, prefix_bytes=10**8) as sampler:
+        sampler.prepare()
+        compilations.clear()
+        results = answers(sampler, rows)
+        for turn in turns:
+            results += answers(sampler, [turn])
+        assert compilations == []
+        assert {block.adapter for block in sampler._prefills._prefixes._blocks.values()} == {0, 1, 2}
+        assert sampler.can_score(20, "few") is False
+        sampler.drop_adapter("few")
+        assert {block.adapter for block in sampler._prefills._prefixes._blocks.values()} == {0, 2}
+        store = sampler._prefills._prefixes
+        assert store._bytes == sum(block.bytes for block in store._blocks.values())
+    with Sampler(model, slots=4, length=LENGTH, prefill_tokens=CHUNK, adapters=adapters) as plain:
+        assert_same(results, answers(plain, [*rows, *turns]))
+
+
+def test_beginnings_are_reused_in_the_prepared_programs(model, patient, compilations, monkeypatch):
+    monkeypatch.setattr(prefills, "BLOCK", 32)
+    random = np.random.default_rng(6)
+    first = random.integers(VOCAB, size=90).tolist()
+    with made(model, adapters=adapters_of(model), prefix_bytes=10**8) as sampler:
+        sampler.prepare()
+        compilations.clear()
+        reused = []
+        for prompt, name in ((first, "few"), ([*first, 1, 2], "few"), ([*first, 1, 2], None), ([*first] * 2, "few")):
+            sampler.submit(prompt, 3, eos_token_ids=(), adapter=name)
+            while sampler.pending:
+                reused += [piece.reused for piece in sampler.step() if piece.finish_reason]
+        assert reused == [0, 64, 0, 64] and compilations == []
+        assert sampler._prefills._prefixes._blocks
+        sampler._grow(2 * LENGTH)
+        assert sampler._prefills._prefixes._blocks, "longer caches do not forget beginnings"
+
+
+def test_an_adapter_comes_while_others_decode(model, patient, monkeypatch, compilations):
+    """Its programs are compiled beside; only its own rows wait for them."""
+    compiles, goes_on = threading.Event(), threading.Event()
+    adapters, rows = adapters_of(model), drawn(np.random.default_rng(3), 8)
+    with made(model, prefix_bytes=10**8) as sampler:
+        sampler.prepare()
+
+        def slow(calls):
+            compiles.set()
+            assert goes_on.wait(60)
+            return kept_programs.prepare(calls)
+
+        monkeypatch.setattr(ready, "prepare", slow)
+        sampler.load_adapter("few", adapters["few"])
+        compilations.clear()
+        number = sampler.submit([5, 6, 7], 9, eos_token_ids=(), adapter="few")
+        assert [len(ids) > 0 for ids, _ in rest(sampler, rows, until=compiles)] == [True] * len(rows)
+        assert sampler.pending == sampler.waiting == 1 and not sampler.can_score(9, "few")
+        assert compilations == []
+        sampler.load_adapter("more", adapters["more"])  # before the one is in use
+        goes_on.set()
+        ids = []
+        while sampler.pending:
+            for piece in sampler.step():
+                assert piece.request == number
+                ids += piece.ids
+        assert sampler._gated and sampler._coming is None
+        compilations.clear()
+        asked = [
+            (prompt, new, settings | {"adapter": name})
+            for (prompt, new, settings), name in zip(rows, (None, "few", "more") * 3)
+        ]
+        results = answers(sampler, asked)
+        assert compilations == []
+        sampler.update(model)
+        assert_same(answers(sampler, asked), results)
+    with Sampler(model, slots=4, length=LENGTH, adapters=adapters) as plain:
+        assert_same(results, answers(plain, asked))
+        assert ids == answers(plain, [([5, 6, 7], 9, {"eos_token_ids": (), "adapter": "few"})])[0][0]
+
+
+def test_an_adapter_whose_programs_cannot_be_compiled_ends_its_rows_alone(model, patient, monkeypatch):
+    def fails(_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: of the test")
+
+    adapter = adapters_of(model)["few"]
+    with made(model) as sampler:
+        sampler.prepare()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ready, "prepare", fails)
+            sampler.load_adapter("few", adapter)
+            number = sampler.submit([5, 6, 7], 9, eos_token_ids=(), adapter="few")
+            other, ends = sampler.submit([5], 4, eos_token_ids=()), {}
+            while sampler.pending:
+                ends |= {piece.request: piece for piece in sampler.step() if piece.finish_reason}
+            assert ends[number].finish_reason == "failed" and "RESOURCE_EXHAUSTED" in ends[number].error
+            assert ends[other].finish_reason == "length"
+            with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+                sampler.can_score(9, "few")
+            sampler.drop_adapter("few")
+        sampler.load_adapter("few", adapter)
+        [(ids, _)] = answers(sampler, [([5, 6, 7], 9, {"eos_token_ids": (), "adapter": "few"})])
+        assert len(ids) == 9
