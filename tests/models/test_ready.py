@@ -96,6 +96,7 @@ def assert_same(results, expected) -> None:
 def test_drawn_rows_compile_nothing_once_prepared(model, patient, compilations, monkeypatch, seed):
     """Also when the caches grow, and rows of every kind come and go."""
     monkeypatch.setattr(sampler_module, "_USUAL_LENGTH", 128)
+    slots.programs.cache_clear()  # of other tests
     with made(model) as sampler:
         programs = sampler.prepare()
         assert programs.loaded + programs.compiled > 10 and sampler._capacity == 128
