@@ -8,6 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune import Decoder, Sampler
@@ -95,6 +96,7 @@ def assert_same(results, expected) -> None:
 def test_drawn_rows_compile_nothing_once_prepared(model, patient, compilations, monkeypatch, seed):
     """Also when the caches grow, and rows of every kind come and go."""
     monkeypatch.setattr(sampler_module, "_USUAL_LENGTH", 128)
+    slots.programs.cache_clear()  # of other tests
     with made(model) as sampler:
         programs = sampler.prepare()
         assert programs.loaded + programs.compiled > 10 and sampler._capacity == 128
@@ -201,8 +203,9 @@ def test_an_update_keeps_ready_what_other_arrays_have(model):
         ready_sizes = set(sampler._ready._queue.ready)
         sampler.update(model)
         assert sampler._ready._queue.ready == ready_sizes
-        leaves = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in sampler._leaves]
-        sampler._ready.use(sampler._structure, leaves, gated=False)
+        graph, state = nnx.split(model)
+        sampler.update(nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), state)))
+        assert {leaf.dtype.name for leaf in sampler._leaves} == {"bfloat16"}, "in use before its programs are ready"
         assert ready.Mark() in sampler._ready._queue.ready
         assert not any(isinstance(size, ready.Decode | ready.Prefill) for size in sampler._ready._queue.ready)
 

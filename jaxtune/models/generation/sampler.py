@@ -92,12 +92,9 @@ class _Round:
 class _Model(NamedTuple):
     structure: Structure
     leaves: list[jax.Array]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
     gated: bool  # whether rows may have adapters
     newest: int  # the last adapter's number
-
-    @property
-    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves)
 
 
 def _wait_for(rounds: collections.deque[_Round], prefills: Prefills) -> None:
@@ -278,7 +275,7 @@ class Sampler:
 
     def load_adapter(self, name: str, adapter: Adapter | str | os.PathLike) -> None:
         """Adds an adapter under a name, also while rows decode. Programs are compiled anew if the ranks of a linear's
-        adapters need more columns, 16, 32, 64 and so on.
+        adapters need more columns, 16, 32, 64 and so on; with `compiles_beside` only its rows wait for them.
 
         adapter: a PEFT folder (adapters.read_adapter reads one in another thread), or an Adapter.
 
@@ -289,6 +286,7 @@ class Sampler:
             raise ValueError("Sampler: load_adapter after close: make a new Sampler")
         bank, entry = self._with_adapter(name, adapter)
         self._use(bank)
+        self._switch_if_ready()
         self._adapters[name] = entry
 
     def drop_adapter(self, name: str) -> None:
@@ -335,18 +333,17 @@ class Sampler:
             self._dropped.remove(number)
             self._prefills.forget_adapter(number)
             self._use(self._bank.without(number))
+            self._switch_if_ready()
 
     def _use(self, bank: AdapterBank, only: Structure | None = None) -> None:
-        """Sets the model with its adapters; rounds that run are not changed. ValueError for another structure than
-        `only`.
-        """
+        """Sets the model with its adapters that `_switch` takes. ValueError for another structure than `only`."""
         structure, leaves = flattened(bank.model())
         if self._converted is not None:
             structure, leaves = self._converted.of(structure, leaves)
         if only is not None and structure is not only:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
-        self._bank, self._coming = bank, _Model(structure, leaves, bool(bank), self._adapter_number)
-        self._switch_if_ready()
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        self._bank, self._coming = bank, _Model(structure, leaves, shapes, bool(bank), self._adapter_number)
 
     def _switch_if_ready(self) -> None:
         with contextlib.suppress(RuntimeError):  # which rows with a new adapter end with (_serves)
@@ -361,11 +358,11 @@ class Sampler:
         return coming is None or self._ready.follows(coming.structure, coming.shapes, coming.gated)
 
     def _switch(self) -> None:
-        """Uses the adapters that were loaded."""
+        """Uses the adapters that were loaded; rounds that run are not changed."""
         if self._coming is None:
             return
-        self._structure, self._leaves, self._gated, self._newest = self._coming
-        self._shapes, self._coming = self._coming.shapes, None
+        self._structure, self._leaves, self._shapes, self._gated, self._newest = self._coming
+        self._coming = None
         self._decoding.clear()  # for shapes and dtypes may be others
         self._ready.use(self._structure, self._shapes, self._gated)
         self._prefills.use(self._structure, self._shapes, self._gated)
@@ -630,6 +627,7 @@ class Sampler:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
         self._switch()  # as nobody waits for a program
         self._use(self._bank.over(model), only=self._structure)
+        self._switch()
         self._base = None if has_adapter(model) else model
         self._prefills.forget()
 
