@@ -32,7 +32,8 @@ def leaves(model) -> list[jax.Array]:
 def test_an_adapter_is_served_beside_its_base(adapter, alone):
     """By its own folder, or over a base that is named."""
     given = (adapter, []) if alone else (BASE, [f"mine={adapter}"])
-    options = argparse.Namespace(model=str(given[0]), adapter=given[1], dtype="float32", load_in=None)
+    settings = dict(dtype="float32", load_in=None, no_pictures=False, max_pixels=None, remote_images=False)
+    options = argparse.Namespace(model=str(given[0]), adapter=given[1], **settings)
     base, mine = _models(options)
     assert (base.name, base.base, mine.name, mine.base) == ("base", None, "mine", "base")
     assert has_adapter(mine.model) and not has_adapter(base.model)
