@@ -319,17 +319,20 @@ class Engine:
         are cancelled.
         """
         self._live_sampler()
+        pictures = PromptPictures.of(rows[0].pictures)  # which all rows of a request share
         try:
             for index, row in enumerate(rows):
                 if row.scores_prompt:
                     self._scoring.append((answers, index, row, client))
                 else:
-                    self._place(answers, index, row, client)
+                    self._place(answers, index, row, client, pictures)
         except ValueError:
             self._forget(answers)
             raise
 
-    def _place(self, answers: Answers, index: int, row: Row, client: Hashable) -> None:
+    def _place(
+        self, answers: Answers, index: int, row: Row, client: Hashable, pictures: PromptPictures | None = None
+    ) -> None:
         served, sampler = answers.served, self._live_sampler()
         if row.max_new_tokens == 0:
             answers.put(index, Piece(-1, [], [], "length"))
@@ -354,7 +357,7 @@ class Engine:
             min_new_tokens=row.min_tokens,
             client=(client, id(answers)),
             constraint=row.constraint,
-            pictures=PromptPictures.of(row.pictures),
+            pictures=pictures,
             adapter=served.adapter,
         )
         answers.numbers.append(number)

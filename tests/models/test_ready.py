@@ -168,6 +168,27 @@ def test_a_program_that_cannot_be_compiled_ends_its_row_alone(model, patient, mo
                 sampler._ready.wait(0.05)
 
 
+class Anything:
+    """A constraint that allows every token."""
+
+    def mask(self):
+        return None
+
+    def accept(self, tokens):
+        return False
+
+
+def test_programs_of_fewer_biases_serve_no_rows_after_those_with_many(model, patient):
+    """The arrays are wider from then on, with masks, too."""
+    constrained = {"constraint": Anything(), "eos_token_ids": ()}
+    settings = [constrained, {"logit_bias": dict.fromkeys(range(9), 0.5)}, constrained | {"temperature": 0.7}]
+    rows = [([5, 6, 7], 6, setting) for setting in settings]
+    with made(model) as sampler, Sampler(model, slots=4, length=LENGTH, prefill_tokens=CHUNK) as plain:
+        sampler.prepare()
+        for row in [*rows, *rows]:
+            assert_same(answers(sampler, [row]), answers(plain, [row]))
+
+
 def test_an_error_of_preparing_is_raised(model, monkeypatch):
     def fails(*_):
         raise RuntimeError("of the test")
@@ -192,7 +213,7 @@ def test_what_a_larger_program_serves_is_compiled_later(model, monkeypatch):
         first = answers(sampler, rows)
         while choose(exact, ()) != 0:
             sampler._ready.wait(0.1)
-        assert sampler._ready.decode(exact[1]) == exact[1]
+        assert sampler._ready.decode(exact[1], 8) == exact[1]
         assert_same(answers(sampler, rows), first)
 
 

@@ -250,12 +250,15 @@ class Ready:
                 self._start()
         return index
 
-    def decode(self, size: Decode) -> Decode | None:
-        """The size, or a ready one that serves it, as cheap as there is; None: none does."""
+    def decode(self, size: Decode, biases: int) -> Decode | None:
+        """The size, or a ready one that serves it, as cheap as there is; None: none does. biases: columns of the
+        arrays, which a program with biases must have.
+        """
         if not self.beside:
             return size
         with self._queue.changed:
-            serving = [other for other in self._queue.ready if isinstance(other, Decode) and other.serves(size)]
+            decodes = [other for other in self._queue.ready if isinstance(other, Decode)]
+        serving = [other for other in decodes if other.serves(size) and other.biases in (0, biases)]
         return min(serving, key=lambda other: (sum(other.kind), other.kind), default=None)
 
     def wait(self, seconds: float) -> None:

@@ -127,6 +127,7 @@ class PromptPictures(NamedTuple):
 
     pictures: Pictures  # with rows = 1 and as many tokens as the prompt has
     positions: np.ndarray  # int32[tokens, axes]
+    digest: bytes = b""  # of `key`, if it is known
 
     @classmethod
     def of(cls, arrays: PictureArrays | None) -> Self | None:
@@ -134,7 +135,8 @@ class PromptPictures(NamedTuple):
         if arrays is None:
             return None
         values = jax.tree.map(lambda array: array, dict(arrays))
-        return cls(positions=values.pop("positions"), pictures=Pictures(**values))
+        pictures = cls(positions=values.pop("positions"), pictures=Pictures(**values))
+        return pictures._replace(digest=pictures.key())
 
     @property
     def delta(self) -> int:
@@ -143,6 +145,8 @@ class PromptPictures(NamedTuple):
 
     def key(self) -> bytes:
         """16 bytes by which equal ones are known."""
+        if self.digest:
+            return self.digest
         content = hashlib.blake2b(digest_size=16)
         for array in (*jax.tree.leaves(self.pictures), self.positions):
             content.update(array.digest if isinstance(array, DeferredPatches) else np.asarray(array).tobytes())

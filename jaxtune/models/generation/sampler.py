@@ -688,7 +688,8 @@ class Sampler:
         """Whether all programs are ready that a row needs, in a batch with those in the slots."""
         try:
             if request.adapter > self._newest:
-                return self._comes()
+                self._comes()
+                return False  # until `step` has switched
             capacity = self._capacity_for(request.limit)
             return (
                 capacity is not None and self._decodes(request, capacity) and self._prefills.serves(request, capacity)
@@ -718,7 +719,8 @@ class Sampler:
         sizes = [size]
         if any(row.constraint is not None for row in rows):
             sizes.append(dataclasses.replace(size, steps=1, masks=True))
-        missing = [size for size in sizes if self._ready.decode(size) is None]
+        columns = max(biases, self._bias_columns)
+        missing = [size for size in sizes if self._ready.decode(size, columns) is None]
         return self._ready.choose(missing) is not None
 
     def _place(self, request: Request, slot: int) -> None:
@@ -845,15 +847,19 @@ class Sampler:
 
     def _size(self, kind: Kind, steps: int, masks: bool, capacity: int | None = None) -> Decode:
         """With the columns that the slots' arrays have. capacity: None: that of the slots."""
-        adjustments = self._rows.adjustments
-        biases = _FEWEST_BIASES if adjustments is None else adjustments.bias.shape[1]
-        columns = self._rows.ends.shape[1], biases if kind.adjusts else 0
+        columns = self._rows.ends.shape[1], self._bias_columns if kind.adjusts else 0
         return Decode(kind, steps, self._capacity if capacity is None else capacity, *columns, masks)
+
+    @property
+    def _bias_columns(self) -> int:
+        """Of the slots' Adjustments."""
+        adjustments = self._rows.adjustments
+        return _FEWEST_BIASES if adjustments is None else adjustments.bias.shape[1]
 
     def _of_round(self, steps: int, masks: bool) -> Decode:
         """The program of a round, as small as there is, and with more steps if there is none with so few."""
         exact = self._size(self._kind_of_slots(), steps, masks)
-        size = self._ready.decode(exact)
+        size = self._ready.decode(exact, self._bias_columns)
         if size != exact:
             self._ready.choose([exact], ())
         return size or (exact if masks or steps == self._steps else self._of_round(self._steps, masks))
