@@ -313,7 +313,8 @@ class CompatModel:
             while len(places) and waiting:
                 height, width = waiting.pop(0)
                 grid, number = (height, width), len(placed)
-                placed.append(PlacedPicture(int(places[0]), grid, Picture(), number.to_bytes(16)))
+                before = int(np.argmax(np.asarray(processor.tokens(grid)) == processor.token))  # tokens that begin it
+                placed.append(PlacedPicture(int(places[0]) - before, grid, Picture(), number.to_bytes(16)))
                 places = places[processor.features(grid) :]
             size = sum(height * width for height, width in (each.grid for each in placed))
             arrays = picture_arrays(len(ids), placed, processor)

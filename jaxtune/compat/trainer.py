@@ -336,7 +336,7 @@ class SFTTrainer(ScriptWords):
                 train=folders.ROWS,
                 eval="eval_dataset" if "eval" in self._rows else None,
                 format=self._format,
-                length=row_length(args, self.model),
+                length=row_length(args, self.model, getattr(self._vision, "max_seq_length", None)),
                 packing=objective.samples or unit.packing,
                 buffer_size=_TRL_WINDOW if streamed and packing else DataConfig.buffer_size,
                 template=args.chat_template_path,

@@ -22,7 +22,7 @@ from jaxtune.conversations.picture_processors import PictureProcessor, placed_pi
 from jaxtune.conversations.pictures import PICTURE, PictureAccess, read_picture
 from jaxtune.models.files.model_folder import resolve_folder
 from jaxtune.models.generation.pictures import processor_of
-from jaxtune.models.lora import experts
+from jaxtune.models.lora import experts, linears
 
 
 class Inputs(dict[str, NumpyTensor]):
@@ -177,8 +177,8 @@ class FastVisionModel(FastLanguageModel):
         return FastLanguageModel.get_peft_model(model, r, target_modules, *arguments, **options)
 
 
-def _targets(where: str, model: CompatModel, vision: bool, language: bool, attention: bool, mlp: bool) -> str:
-    """The regular expression of the linears that train."""
+def _targets(where: str, model: CompatModel, vision: bool, language: bool, attention: bool, mlp: bool) -> list[str]:
+    """The names of the linears that train."""
     if not (vision or language) or not (attention or mlp):
         raise ValueError(f"{where}: the finetune arguments leave nothing to train: set one of each pair to True")
     tower = model.module.vision
@@ -186,9 +186,10 @@ def _targets(where: str, model: CompatModel, vision: bool, language: bool, atten
         raise ValueError(f"{where}: the model was loaded without its tower: use FastVisionModel.from_pretrained")
     prefix = f"(?:{'|'.join(map(re.escape, tower.config.prefixes))})"
     modules = ".*" if attention and mlp else ".*attn.*" if attention else "(?!.*attn).*"
-    sides = [rf"{prefix}(?!patch_embed){modules}"] * vision
+    sides = [rf"{prefix}{modules}"] * vision
     sides += [rf"(?!{prefix}).*\.layers\.\d+\.{modules}"] * language
-    return "|".join(f"(?:{side})" for side in sides)
+    pattern = "|".join(f"(?:{side})" for side in sides)
+    return [name for name, _ in linears(model.module) if re.fullmatch(pattern, name)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +200,7 @@ class UnslothVisionDataCollator:
       model, processor: of FastVisionModel.from_pretrained; their own are used.
       max_seq_length: the most tokens of a row; None: the trainer's.
       formatting_func: makes the messages of a row.
-      resize: "min": pictures have at most 512 x 512 pixels, or the tower's image_size twice; a number: its square;
+      resize: "min": pictures have at most 512 x 512 pixels, or a tower's image_size; a number: its square;
         (width, height): their product; "max": as the model's files say.
       train_on_responses_only, instruction_part, response_part, last_response_only: as the function of the first name.
     """
@@ -243,8 +244,8 @@ def _pixels(resize: str | int | Sequence[int], model: CompatModel) -> int | None
     if isinstance(resize, str):
         size = getattr(model.config, "vision_config", None)
         size = size.get("image_size") if isinstance(size, Mapping) else None
-        side = size if isinstance(size, int) else 512
-        pixels = choose(where, "resize", resize, {"min": side * side, "max": None})
+        smallest = None if isinstance(size, int) else 512 * 512  # a tower of one size needs no limit
+        pixels = choose(where, "resize", resize, {"min": smallest, "max": None})
     else:
         width, height = (resize, resize) if isinstance(resize, int) else resize
         pixels = width * height

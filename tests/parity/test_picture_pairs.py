@@ -19,7 +19,6 @@ import jaxtune
 from jaxtune.conversations.picture_processors import PictureProcessor
 from jaxtune.models.hf import from_pretrained
 from jaxtune.models.lora import copy_structure
-from jaxtune.models.vision.tower import Tower
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data.packing.pairs import LABELS
 from jaxtune.train.data.rendering.pictures import PictureOptions
@@ -96,7 +95,8 @@ def _log_probs(model, documents, index, picture_token):
     whole.model.rope_deltas = None
     log_probs = torch.log_softmax(model(**given).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
     mask = torch.from_numpy(document.mask[1:]).float()
-    return (log_probs * mask).sum(), mask.sum(), log_probs.sum(), float(len(mask))
+    words = (ids[0, 1:] != picture_token).float()  # no loss has pictures
+    return (log_probs * mask).sum(), mask.sum(), (log_probs * words).sum(), words.sum()
 
 
 def _plain_loss(objective, model, data, picture_token):
@@ -149,8 +149,9 @@ def test_loss_and_gradient_of_every_adapter(folders, tmp_path, monkeypatch, case
     assert (len(rows) < 4) == packing
     if objective.name == "kto":
         assert sorted(batch.extra[LABELS].sum(1)) and rows.without_second == 0
-    calls, run = [], Tower.__call__
-    monkeypatch.setattr(Tower, "__call__", lambda *arguments: calls.append(1) or run(*arguments))
+    tower, calls = type(model.vision), []
+    run = tower.__call__
+    monkeypatch.setattr(tower, "__call__", lambda *arguments: calls.append(1) or run(*arguments))
 
     @nnx.jit
     def mean_loss(model):

@@ -38,7 +38,7 @@ def fitting_settings(
       spec: with a user's optimizer no change of config.optim is proposed.
       device, budget_bytes: the card and the bytes of its memory that a plan may take. most: changes to return.
     """
-    spec = dataclasses.replace(spec, keeps_model=False)
+    keeps, spec = spec.keeps_model, dataclasses.replace(spec, keeps_model=False)
     base, adapter, optim = spec.model.base, spec.model.adapter, spec.optim
 
     def of_model(**changes: Any) -> StepSpec:
@@ -78,7 +78,9 @@ def fitting_settings(
         key = (option.model.base, repr(option.model.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option.model)
-        return step_cost(models[key], option)
+        costs = step_cost(models[key], option)
+        last = {word: (0, 0) for word, movable in costs.movables.items() if movable.last_resort}
+        return costs.limited(last) if keeps else costs
 
     for text, option in options:
         key = text.split("=")[0]

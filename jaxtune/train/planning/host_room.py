@@ -8,7 +8,7 @@ from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device, most_pinned_bytes
 from jaxtune.train.planning.movables.movable import Option
 
-_HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
+HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 
 
 def places(costs: StepCost, device: Device) -> list[StepCost]:
@@ -40,7 +40,7 @@ def _fits(costs: StepCost, option: Option, device: Device) -> bool:
 
 def _host_bytes(costs: StepCost, device: Device) -> float:
     """Host memory without a checkpoint's copy: without room for it the first save kills the run."""
-    return device.host_memory_bytes - costs.saved_bytes - _HOST_OTHER_BYTES
+    return device.host_memory_bytes - costs.saved_bytes - HOST_OTHER_BYTES
 
 
 def _pinnable(costs: StepCost, device: Device) -> float:

@@ -26,7 +26,8 @@ from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
-from jaxtune.train.planning.devices import find_device, limit
+from jaxtune.train.planning.devices import find_device, limit, most_pinned_bytes
+from jaxtune.train.planning.host_room import HOST_OTHER_BYTES
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import layers_on_host, left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
@@ -110,11 +111,12 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
 
 def _is_crowded(memory: MemoryConfig, weights_bytes: float) -> bool:
-    """Whether weights take most of the memory that a run may have."""
+    """Whether weights take most of the memory that a run may have, and the host has room for them."""
     device = jax.local_devices()[0]
     name = "cpu" if device.platform == "cpu" else device.device_kind
-    most = limit(memory, find_device(name, (device.memory_stats() or {}).get("bytes_limit")))
-    return most is not None and weights_bytes > _MOST_WEIGHTS * most
+    here = find_device(name, (device.memory_stats() or {}).get("bytes_limit"))
+    most, room = limit(memory, here), most_pinned_bytes(here, here.host_memory_bytes - HOST_OTHER_BYTES)
+    return most is not None and _MOST_WEIGHTS * most < weights_bytes <= room
 
 
 def _tokenizer(model_config: ModelConfig, folder: Path | None) -> Any:

@@ -26,14 +26,14 @@ class Streamed(Movable):
 
     word = "streamed"
     counted = True
-    needs = "an adapter's run on one device, without rewards, answers in evaluations and QAT"
+    needs = "an adapter's run on one device that loads its model, without rewards, answers in evaluations and QAT"
     last_resort = True
 
     layer_bytes: tuple[float, ...] = ()  # frozen, of each layer
 
     @classmethod
     def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Streamed:
-        if not spec.model.adapts or spec.mesh_shape.size > 1 or spec.generates or spec.rounds:
+        if not spec.model.adapts or spec.mesh_shape.size > 1 or spec.generates or spec.rounds or spec.keeps_model:
             return cls()
         return cls(tuple(sum(map(streams.streamed_bytes, _frozen(layer))) for layer in model.layers))
 
