@@ -88,4 +88,16 @@ def test_a_scale_that_is_not_positive_is_refused():
     """The running maximum is taken of unscaled scores."""
     query = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"scale > 0, not -1\.0"):
-        triton._call(None, triton.tiles(64).forward, 64, 2, (query,), (), query, scale=-1.0, window=None, soft_cap=None)
+        triton._call(
+            None,
+            triton.tiles(64).forward,
+            64,
+            2,
+            (query,),
+            (),
+            query,
+            scale=-1.0,
+            runs=False,
+            window=None,
+            soft_cap=None,
+        )

@@ -262,7 +262,7 @@ def test_an_output_that_is_no_folder_is_found_before_anything_is_read(how, tmp_p
 def test_a_check_does_not_wait_for_the_weights(folder, monkeypatch):
     loaded = []
 
-    def load(pretrained, cancelled, mesh, stay):
+    def load(pretrained, cancelled, mesh, stay, streams):
         assert cancelled.wait(600)  # set as soon as the report is made
         loaded.append(True)
         raise CancelledError
@@ -273,7 +273,7 @@ def test_a_check_does_not_wait_for_the_weights(folder, monkeypatch):
 
 
 def test_rows_that_cannot_be_used_end_the_loading(folder, monkeypatch):
-    monkeypatch.setattr(Pretrained, "load", lambda pretrained, cancelled, mesh, stay: cancelled.wait(600))
+    monkeypatch.setattr(Pretrained, "load", lambda pretrained, cancelled, mesh, stay, streams: cancelled.wait(600))
     with pytest.raises(ValueError, match=r"none\.jsonl"):
         app.run(command_config(folder, data=DataConfig(train="none.jsonl", length=LENGTH)))
 

@@ -395,7 +395,8 @@ def test_weights_that_are_placed_leave_the_states_where_they_are(small, tmp_path
     for on_host in (True, False):
         planner = adapted(tmp_path / str(on_host), on_host).planner
         monkeypatch.setattr(planner, "device", dataclasses.replace(find_device("H200"), name="cpu"))
-        assert len(host_room.places(planner._cost, planner.device)) == 2
+        resident = planner._cost.limited({"streamed": (0, 0)})
+        assert len(host_room.places(resident, planner.device)) == 2
         found = planner.forecast, False
         monkeypatch.setattr(planner, "_next", lambda found=found: found)
         planner.replan("it was too large", None, lambda line: None, placed=True)

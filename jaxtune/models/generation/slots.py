@@ -201,7 +201,7 @@ def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], 
     with dispatch.unchecked():
         for layer, layer_states in zip(model.layers, states, strict=True):
             for name, mixer in layer.mixers.items():
-                if isinstance(mixer, Attention) and not mixer.takes:
+                if type(mixer) is Attention and not mixer.takes:
                     query = jax.ShapeDtypeStruct((slots, mixer.config.num_heads, mixer.config.head_dim), model.dtype)
                     table = implementations(query, layer_states[name][0])
                     if next(name for name, refusal in table.items() if refusal() is None) == "reference":

@@ -141,7 +141,7 @@ def test_prompts_questions_and_streams_have_the_day_of_the_run(template, tmp_pat
     data = DataConfig(train="rows", template=template, today=FIRST)
     [prompt, *_] = read_prompts(ROWS, tokenizer, data, 64)
     [question, *_] = questions_of(tokenizer, ROWS, 4, template, 128, FIRST)
-    asked = _Reading(tokenizer, data, 96, 64, True)(ROWS[0])
+    asked = _Reading(tokenizer, data, 96, 64, True)(ROWS[0], "")
 
     def tokenised(window: Window):
         return prepare(window, tokenizer, length=64, template=template, today=FIRST, num_workers=1)
