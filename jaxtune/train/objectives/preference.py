@@ -70,7 +70,7 @@ def sum_log_probs(
     if documents:  # weight 1 at every token that is followed by another one of its document, which shows no picture
         follows = batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]
         if batch.pictures:
-            follows &= batch.pictures["picture_features"][:, 1:] < 0
+            follows &= jax.tree.map(jnp.asarray, batch.pictures)["picture_features"][:, 1:] < 0
         follows = jnp.pad(follows, ((0, 0), (0, 1)))
         weighed = dataclasses.replace(batch, weights=(follows & (batch.segment_ids > 0)).astype(jnp.float32))
     losses = forward.token_losses(model, hidden, weighed)
