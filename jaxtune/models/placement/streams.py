@@ -128,10 +128,10 @@ class Arrivals:
         ]
         before = 0
         for layer in range(1, len(weights)):
-            total, done = sum(array.nbytes for array in hosted[layer]), 0
+            total, copied = sum(array.nbytes for array in hosted[layer]), 0
             for array in hosted[layer]:
-                self._beside[before + done * (layer - before) // total].append((layer, array))
-                done += array.nbytes
+                self._beside[before + copied * (layer - before) // total].append((layer, array))
+                copied += array.nbytes
             before = layer if hosted[layer] else before
 
     def beside(self, layer: int) -> list[jax.Array]:
