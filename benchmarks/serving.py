@@ -5,8 +5,8 @@
 
 `jaxtune serve` is started twice with a home folder of its own: the first start compiles, the second has all caches.
 Each answers one request of 16 tokens, then bursts of --clients streams of --tokens tokens after prompts of drawn
-lengths, all at the same time. FILE.json is written after each start; FILE.log has what the servers print, with the
-table of phases.
+lengths, all at the same time, and then as many bursts of such streams that follow a JSON schema. FILE.json is written
+after each start; FILE.log has what the servers print, with the table of phases.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from benchmarks.record import commit_here, write
 STARTS = ("first", "second")
 _FIRST_TOKENS = 16
 _PROMPT_TOKENS = (50, 400)
-_VOCABULARY = (100, 600)  # of prompts' ids
+_VOCABULARY = (100, 250)  # of prompts' ids: a byte tokenizer has them, too
 _END_SECONDS = 60
+_SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 10_000}  # which no stream fulfils before its end
 
 
 class Server:
@@ -99,9 +100,10 @@ class Server:
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
 
-    def answered(self, model: str, prompt: list[int], tokens: int, temperature: float) -> tuple[float, int]:
-        """(seconds to the first tokens, tokens) of one stream."""
+    def answered(self, model: str, prompt: list[int], tokens: int, temperature: float, **more) -> tuple[float, int]:
+        """(seconds to the first tokens, tokens) of one stream. more: further keys of the request."""
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True}
+        body |= more
         began, first, count = time.monotonic(), None, 0
         for event in self._events(body | {"stream_options": {"include_usage": True}}):
             first = time.monotonic() - began if first is None else first
@@ -122,22 +124,24 @@ def measured(options: argparse.Namespace, home: Path, log: Path) -> dict[str, An
         return random.integers(*_VOCABULARY, size=random.integers(*_PROMPT_TOKENS)).tolist()
 
     with Server(options, home, log) as server, ThreadPoolExecutor(options.clients) as pool:
-        figures: dict[str, Any] = {"up_seconds": server.up_seconds, "said": server.said, "bursts": []}
+        figures: dict[str, Any] = {"up_seconds": server.up_seconds, "said": server.said}
         name = server.model()
         began = time.monotonic()
         server.answered(name, prompt(), _FIRST_TOKENS, 0.0)
         figures["first_answer_seconds"] = time.monotonic() - began
-        for _ in range(options.bursts):
+
+        def burst(**more: object) -> dict[str, float]:
             prompts = [prompt() for _ in range(options.clients)]
             began = time.monotonic()
-            answers = list(pool.map(lambda ids: server.answered(name, ids, options.tokens, 1.0), prompts))
+            answers = list(pool.map(lambda ids: server.answered(name, ids, options.tokens, 1.0, **more), prompts))
             seconds = time.monotonic() - began
-            burst = {
-                "seconds": seconds,
-                "tokens_per_second": sum(count for _, count in answers) / seconds,
-                "median_first_token_seconds": float(np.median([first for first, _ in answers])),
-            }
-            figures["bursts"].append(burst)
+            tokens, firsts = sum(count for _, count in answers), [first for first, _ in answers]
+            first = float(np.median(firsts))
+            return {"seconds": seconds, "tokens_per_second": tokens / seconds, "median_first_token_seconds": first}
+
+        schema = {"type": "json_schema", "json_schema": {"name": "strings", "schema": _SCHEMA}}
+        figures["bursts"] = [burst() for _ in range(options.bursts)]
+        figures["bursts_with_schema"] = [burst(response_format=schema) for _ in range(options.bursts)]
     return figures
 
 
@@ -161,10 +165,13 @@ def main() -> int:
         for start in STARTS:
             record["starts"][start] = figures = measured(options, Path(folder), log)
             write(options.output, record)
-            rates = ", ".join(f"{burst['tokens_per_second']:,.0f}" for burst in figures["bursts"])
+            rates, of_schema = (
+                ", ".join(f"{burst['tokens_per_second']:,.0f}" for burst in figures[bursts])
+                for bursts in ("bursts", "bursts_with_schema")
+            )
             up, first = figures["up_seconds"], figures["first_answer_seconds"]
             words = f"{start} start: up after {up:.1f} s, first answer {first:.2f} s, bursts {rates} tokens/s"
-            print(words, flush=True)
+            print(f"{words}, with a schema {of_schema}", flush=True)
     return 0
 
 
