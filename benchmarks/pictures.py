@@ -204,6 +204,7 @@ def trained(options: argparse.Namespace, model: Path, count: int, log: Path) -> 
         "rows_per_step": _ROWS,
         "steps": _STEPS,
         "checkpoint": {"every_steps": None, "every_minutes": None},
+        "export": {"merged": False},
         "output": str(output),
     }
     variables = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -236,7 +237,7 @@ def trained(options: argparse.Namespace, model: Path, count: int, log: Path) -> 
         "tokens_per_second": _ROWS * _LENGTH / seconds,
         "pictures_per_second": _ROWS * count / seconds,
         "real_tokens_per_second": statistics.median(line["real_tokens_per_second"] for line in steps),
-        "peak_memory_gb": max(line.get("peak_memory_gb", 0.0) for line in metrics),
+        "peak_memory_gb": max(line.get("peak_memory_bytes", 0) for line in metrics) / 1e9,
         "losses": [line["loss"] for line in metrics if "loss" in line],
         "whole_seconds": time.monotonic() - began,
     }

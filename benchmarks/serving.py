@@ -1,12 +1,14 @@
 """A server's first minute: seconds until it is up, to a first answer, and tokens/s of the first bursts of clients.
 
     python -m benchmarks.serving --model FOLDER --output FILE.json
-        [--clients 64] [--tokens 256] [--bursts 3] [--seconds 560] [--flags "--slots 64"]
+        [--clients 64] [--tokens 256] [--bursts 3] [--prompts 20,60] [--seconds 560] [--flags "--slots 64"]
 
 `jaxtune serve` is started twice with a home folder of its own: the first start compiles, the second has all caches.
 Each answers one request of 16 tokens, then bursts of --clients streams of --tokens tokens after prompts of drawn
 lengths, all at the same time, and then as many bursts of such streams that follow a JSON schema. FILE.json is written
 after each start; FILE.log has what the servers print, with the table of phases.
+
+  --prompts: the least tokens of a prompt, and one more than the most.
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ from benchmarks.record import commit_here, write
 
 STARTS = ("first", "second")
 _FIRST_TOKENS = 16
-_PROMPT_TOKENS = (50, 400)
 _VOCABULARY = (100, 250)  # of prompts' ids: a byte tokenizer has them, too
 _END_SECONDS = 60
 _SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 10_000}  # which no stream fulfils before its end
@@ -121,7 +122,7 @@ def measured(options: argparse.Namespace, home: Path, log: Path) -> dict[str, An
     random = np.random.default_rng(0)
 
     def prompt() -> list[int]:
-        return random.integers(*_VOCABULARY, size=random.integers(*_PROMPT_TOKENS)).tolist()
+        return random.integers(*_VOCABULARY, size=random.integers(*options.prompts)).tolist()
 
     with Server(options, home, log) as server, ThreadPoolExecutor(options.clients) as pool:
         figures: dict[str, Any] = {"up_seconds": server.up_seconds, "said": server.said}
@@ -153,10 +154,18 @@ def main() -> int:
         parser.add_argument(name, type=lambda text: Path(text).resolve(), required=True)
     for name, default in (("--clients", 64), ("--tokens", 256), ("--bursts", 3)):
         parser.add_argument(name, type=int, default=default)
+    parser.add_argument(
+        "--prompts",
+        type=lambda text: [*map(int, text.split(","))],
+        default=[20, 60],
+        help="their least and most tokens",
+    )
     parser.add_argument("--seconds", type=float, default=560, help="the longest that a start or an answer may take")
     parser.add_argument("--flags", default="", help="further flags of jaxtune serve")
     options = parser.parse_args()
-    facts = {name: getattr(options, name) for name in ("clients", "tokens", "flags")} | {"model": str(options.model)}
+    facts = {name: getattr(options, name) for name in ("clients", "tokens", "prompts", "flags")} | {
+        "model": str(options.model)
+    }
     record: dict[str, Any] = {"benchmark": "serving", "commit": commit_here(), **facts, "starts": {}}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     log = options.output.with_suffix(".log")

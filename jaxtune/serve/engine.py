@@ -77,8 +77,19 @@ class Answers:
         """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end.
         index: the row's among those of the request.
         """
+        self.put_all([(self, index, piece)])
+
+    @staticmethod
+    def put_all(new: Sequence[tuple[Answers, int, Piece | PromptScores | _Failed]]) -> None:
+        """As `put` for each, of one event loop, which is woken once: it would take the GIL each time."""
+
+        def queue_all() -> None:
+            for answers, index, piece in new:
+                answers._made.put_nowait((index, piece))
+
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._made.put_nowait, (index, piece))
+            if new:
+                new[0][0]._loop.call_soon_threadsafe(queue_all)
 
     def fail(self, error: ApiError) -> None:
         """Ends the rows with an error; in the event loop."""
@@ -413,13 +424,15 @@ class Engine:
                 answers.put(index, _Failed(error))
             self._of_request.clear()
             return
-        self.failure = None
+        self.failure, new = None, list[tuple[Answers, int, Piece | PromptScores | _Failed]]()
         for piece in pieces:
             if piece.request in self._of_request:
                 answers, index = self._of_request[piece.request]
                 if piece.finish_reason is not None:
                     del self._of_request[piece.request]
-                answers.put(index, _Failed(ApiError(400, piece.error)) if piece.finish_reason == "failed" else piece)
+                failed = piece.finish_reason == "failed"
+                new.append((answers, index, _Failed(ApiError(400, piece.error)) if failed else piece))
+        Answers.put_all(new)
 
     def _cancel_all(self) -> None:
         for number in self._of_request:

@@ -83,7 +83,8 @@ class Grammars:
         self._width, self._tokenizer = (vocab_size + 31) // 32, tokenizer
         end_tokens = [token for token in ends if token < len(tokenizer)]
         self._last: tuple[str, LLMatcher] | None = None  # the last grammar; a request's rows have the same
-        self._compiler = hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), end_tokens or None)
+        most = max(vocab_size, len(tokenizer))
+        self._compiler, self._bits = hf.from_tokenizer(tokenizer, most, end_tokens or None), (most + 31) // 32
 
     def constraint(
         self, grammar: str, thoughts_end: re.Pattern[str] | None = None, thinks: bool = False, opens: int | None = None
@@ -104,22 +105,26 @@ class Grammars:
         def decode(ids: Sequence[int]) -> str:
             return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        return GrammarConstraint(last[1], self._width, decode, thoughts_end, thinks, opens)
+        return GrammarConstraint(last[1], self._width, self._bits, decode, thoughts_end, thinks, opens)
 
 
 class GrammarConstraint:
-    """A `requests.Constraint`: any thoughts, then a text of the grammar. first: copied when the row needs it."""
+    """A `requests.Constraint`: any thoughts, then a text of the grammar.
+
+    first: copied when the row needs it. width, bits: words of a mask, and of llguidance's, which may have more.
+    """
 
     def __init__(
         self,
         first: LLMatcher,
         width: int,
+        bits: int,
         decode: Callable[[Sequence[int]], str],
         thoughts_end: re.Pattern[str] | None,
         thinks: bool,
         opens: int | None,
     ):
-        self._first, self._width, self._decode = first, width, decode
+        self._first, self._width, self._bits, self._decode = first, width, bits, decode
         self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
         self._thoughts: list[int] = []
         self._seconds = _SECONDS  # that are left
@@ -131,11 +136,13 @@ class GrammarConstraint:
     def mask(self) -> np.ndarray | None:
         if self._thinks:
             return None
+        from llguidance.numpy import fill_next_token_bitmask
+
         began = time.thread_time()
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        bits = np.zeros((1, self._bits), np.int32)
+        fill_next_token_bitmask(self._matcher, bits, 0)
         self._seconds -= time.thread_time() - began
-        mask = np.zeros(self._width, np.uint32)
-        mask[: len(bits)] = bits[: self._width]
+        mask = bits[0].view(np.uint32)[: self._width]
         if self._opens is not None:
             mask[self._opens // 32] |= np.uint32(1) << np.uint32(self._opens % 32)
         return mask

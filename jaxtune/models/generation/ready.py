@@ -163,9 +163,15 @@ class Shapes:
                 vocab = self.structure.config.vocab_size
                 seen = self._ints(count, vocab) if kind.penalises else None
                 rows = self._placed(self._rows_of(size))
-                changed = self._array((count,), bool)
-                arguments = leaves, self._states(count, capacity), live, seen, changed, live, rows
-                yield programs.decode.call(self.structure, kind, steps, *arguments)
+                changed, states = self._array((count,), bool), self._states(count, capacity)
+                if not size.masks:
+                    arguments = leaves, states, live, seen, changed, live, rows
+                    yield programs.decode.call(self.structure, kind, steps, *arguments)
+                    return
+                arguments = leaves, states, live, changed, live, rows._replace(masks=None, adjustments=None)
+                yield programs.logits.call(self.structure, *arguments)
+                logits = self._placed(device.logits_shape(self.structure, self.arrays, count))
+                yield programs.choose.call(self.structure, kind, logits, live, seen, rows)
 
     def _rows_of(self, size: Decode) -> device.Rows:
         count, vocab = len(self.rows.start), self.structure.config.vocab_size

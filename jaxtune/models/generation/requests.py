@@ -88,6 +88,19 @@ class Piece:
     reused: int = 0
 
 
+def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """One piece for each request, in the order of their first."""
+    joined: dict[int, Piece] = {}
+    for piece in pieces:
+        if (first := joined.get(piece.request)) is not None:
+            ids, logprobs, top_logprobs = (
+                getattr(first, name) + getattr(piece, name) for name in ("ids", "logprobs", "top_logprobs")
+            )
+            piece = dataclasses.replace(piece, ids=ids, logprobs=logprobs, top_logprobs=top_logprobs)
+        joined[piece.request] = piece
+    return [*joined.values()]
+
+
 class StopStrings:
     """Finds the token that completes one of several strings in the new text of a row. Raises ValueError without a
     tokenizer or for an empty string.

@@ -47,6 +47,7 @@ from jaxtune.models.generation.requests import (
     checked_length,
     checked_prompt,
     in_turns,
+    joined_pieces,
     seeds_of,
 )
 from jaxtune.models.generation.sampling import Kind, Sampling
@@ -229,7 +230,8 @@ class Sampler:
         self._unordered = False  # whether clients must take turns anew
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
-        self._decoding: dict[Decode, Callable] = {}  # programs of rounds
+        # programs of rounds; by the capacity, of the logits of rounds with masks
+        self._decoding: dict[Decode | int, Callable] = {}
         self._rounds: collections.deque[_Round] = collections.deque()
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
@@ -415,8 +417,7 @@ class Sampler:
           frequency_penalty: subtracted from them as often as it contains them.
           logit_bias: {token id: what is added to its logit}; None: nothing.
           min_new_tokens: no end token or stop string ends the row before.
-          constraint: which tokens the row may make; while one such row decodes, rounds have a single step, and the
-            device waits for the host.
+          constraint: which tokens the row may make; while one such row decodes, no round is dispatched ahead.
           client: who asks: rows that wait take turns between clients (requests.in_turns).
           pictures: of the prompt, for a model with its tower; None: text alone.
           adapter: its name; None: the model alone.
@@ -533,11 +534,10 @@ class Sampler:
         with timing.phase("sample"):
             self._switch_if_ready()
             self._fill()
-            constrained = any(request is not None and request.constraint is not None for request in self._slots)
-            while constrained and self._rounds:  # the masks depend on the newest tokens
-                self._read_round()
-            if self._has_work():
-                self._dispatch(self._masks() if constrained else None)
+            if any(request is not None and request.constraint is not None for request in self._slots):
+                self._follow_constraints()
+            elif self._has_work():
+                self._dispatch()
                 if len(self._rounds) >= _IN_FLIGHT:
                     self._read_round()
             elif self._rounds:
@@ -545,7 +545,7 @@ class Sampler:
             elif self._waiting and self._ready.beside and not self._pieces:
                 self._ready.wait(_IDLE_SECONDS)
         pieces, self._pieces = self._pieces, []
-        return pieces
+        return joined_pieces(pieces)
 
     def run(
         self,
@@ -882,24 +882,54 @@ class Sampler:
                     masks[slot] = mask
         return masks
 
-    def _dispatch(self, masks: np.ndarray | None) -> None:
-        """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
-        host's changes of slots take effect in it.
+    def _dispatch(self) -> None:
+        """Starts a round of decoding steps without waiting; the states are donated. The host's changes of slots take
+        effect in it.
         """
-        size = self._of_round(1 if masks is not None or self._joined() else self._steps, masks is not None)
-        kind, steps = size.kind, size.steps
+        size = self._of_round(1 if self._joined() else self._steps, False)
+        kind, seen, rows = size.kind, self._seen if size.kind.penalises else None, self._rows_of(size.kind)
+        arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
+        if size not in self._decoding:
+            self._decoding[size] = self._programs.decode.program(self._structure, kind, size.steps, *arguments)
+        self._states, self._live, seen, emitted = self._decoding[size](*arguments)
+        self._seen = seen if kind.penalises else self._seen
+        self._dispatched(emitted, size.steps)
+
+    def _follow_constraints(self) -> None:
+        """A round of single steps: the host reads a token, and makes the next masks, while logits are computed."""
+        for _ in range(1 if self._joined() else self._steps):
+            if not self._has_work():
+                break
+            size = self._of_round(1, True)
+            kind, rows = size.kind, self._rows_of(size.kind)
+            without = rows._replace(adjustments=None)
+            arguments = self._leaves, self._states, self._live, *self._changes(), without
+            if size.capacity not in self._decoding:
+                self._decoding[size.capacity] = self._programs.logits.program(self._structure, *arguments)
+            self._states, self._live, logits = self._decoding[size.capacity](*arguments)
+            while self._rounds:
+                self._read_round()
+            rows = rows._replace(masks=self._masks())
+            seen = self._seen if kind.penalises else None
+            if size not in self._decoding:
+                program = self._programs.choose.program(self._structure, kind, logits, self._live, seen, rows)
+                self._decoding[size] = program
+            self._live, seen, emitted = self._decoding[size](logits, self._live, seen, rows)
+            self._seen = seen if kind.penalises else self._seen
+            self._dispatched(emitted, 1)
+        while self._rounds:
+            self._read_round()
+
+    def _rows_of(self, kind: Kind) -> device.Rows:
+        """Of a round's rows, what the device has not yet is sent."""
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
         adjustments, adapter = rows.adjustments if kind.adjusts else None, rows.adapter if self._gated else None
-        rows = rows._replace(adjustments=adjustments, masks=masks, adapter=adapter)
-        seen = self._seen if kind.penalises else None
-        arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
-        if size not in self._decoding:
-            self._decoding[size] = self._programs.decode.program(self._structure, kind, steps, *arguments)
-        self._states, self._live, seen, emitted = self._decoding[size](*arguments)
-        self._seen = seen if kind.penalises else self._seen
+        return rows._replace(adjustments=adjustments, adapter=adapter)
+
+    def _dispatched(self, emitted: device.Emitted, steps: int) -> None:
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()
