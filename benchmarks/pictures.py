@@ -1,7 +1,7 @@
 """Training speed of rows with pictures beside rows of text, by the command, of a published shape with random weights.
 
     python -m benchmarks.pictures --output FILE.json [--shape qwen3.5-9b] [--counts 0,1,4] [--side 512] [--tower]
-        [--card-gib 12] [--seconds 540] [--work FOLDER] [KEY=VALUE ...]
+        [--card-gib 12] [--layers N] [--seconds 540] [--work FOLDER] [KEY=VALUE ...]
 
 --counts: pictures in each row of 2,048 tokens, a run of `jaxtune train` each, of 12 steps of 8 rows; KEY=VALUE are
 further keys of its recipe. --card-gib: the allocator gives out what such a card would, and plans are for it. --tower:
@@ -86,7 +86,7 @@ VISION: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] =
 # ---- a folder, rows, and a tower's milliseconds, each in a process of its own
 
 
-def write_model(shape: str, folder: Path) -> None:
+def write_model(shape: str, layers: int | None, folder: Path) -> None:
     import jax
 
     from benchmarks.peers.checkpoint import write_tokenizer
@@ -105,8 +105,17 @@ def write_model(shape: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         tokenizer = write_tokenizer(Path(place), template, marks)
     text = dict(SHAPES[shape])
+    if layers is not None:
+        text |= {"num_hidden_layers": layers}
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:layers]
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(names, marks, strict=True)}
-    outer = {**around, **ids, "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
+    outer = {
+        **around,
+        **ids,
+        "text_config": text,
+        **{name: text[name] for name in ("tie_word_embeddings",) if name in text},
+    }
     config = folder.with_name(f"{folder.name}_config")
     config.mkdir(parents=True, exist_ok=True)
     (config / "config.json").write_text(json.dumps(outer), encoding="utf-8")
@@ -252,6 +261,7 @@ def main() -> int:
     parser.add_argument("--counts", default="0,1,4")
     parser.add_argument("--side", type=int, default=512, help="pixels of a picture's side")
     parser.add_argument("--card-gib", type=float)
+    parser.add_argument("--layers", type=int, help="of the text, in place of the shape's")
     parser.add_argument("--tower", action="store_true")
     parser.add_argument("--seconds", type=float, default=540, help="after which no run begins")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "pictures")
@@ -261,14 +271,14 @@ def main() -> int:
     if options.part == "tower":
         print(json.dumps(tower_ms(options.shape)))
         return 0
-    model = options.work / options.shape
+    model = options.work / f"{options.shape}_{options.layers or 'all'}"
     if options.part == "model":
-        write_model(options.shape, model)
+        write_model(options.shape, options.layers, model)
         return 0
     ends = time.monotonic() + options.seconds
     options.output.parent.mkdir(parents=True, exist_ok=True)
     log = options.output.with_suffix(".log")
-    facts = {name: getattr(options, name) for name in ("shape", "side", "card_gib", "changes")}
+    facts = {name: getattr(options, name) for name in ("shape", "layers", "side", "card_gib", "changes")}
     record: dict[str, Any] = {"benchmark": "pictures", "commit": commit_here(), **facts, "runs": []}
     again = [sys.executable, "-m", "benchmarks.pictures", *sys.argv[1:], "--part"]
     if not model.exists():
