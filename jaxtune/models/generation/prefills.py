@@ -111,6 +111,7 @@ class Prefills:
         prefix_bytes: int | None = None,
     ):
         self._programs, self._one = programs, one_at_a_time
+        self._exact: dict[tuple[int, int], tuple[int, int]] = {}  # results of _chosen that no later program changes
         self.use(structure, shapes, gated)
         self._chunk, self._at_once, self._ready = chunk, at_once, ready
         layers = structure.model(shapes).layers
@@ -136,6 +137,7 @@ class Prefills:
     def use(self, structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], gated: bool) -> None:
         """Takes the model with other adapters; states of prompts stay."""
         self._structure, self._shapes, self._gated = structure, tuple(shapes), gated
+        self._exact.clear()
 
     def add_waiting(self, request: Request) -> bytes:
         """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
@@ -269,6 +271,8 @@ class Prefills:
         """(width of the program for a prompt, or for the last piece of a long one; the capacity of its states); None
         if none is compiled.
         """
+        if (known := self._exact.get((count, capacity))) is not None:
+            return known
         long = count > self._piece
         widths = [self._width_of_last(count) if long else _padded(count)]
         most = self._piece if long else min(self._piece, capacity)
@@ -280,6 +284,8 @@ class Prefills:
             self._long_sizes(count, *pair, capacity) if long else _batch_sizes(1, pair[0], capacity) for pair in pairs
         )
         index = self._ready.choose(*sizes)
+        if index == 0:
+            self._exact[count, capacity] = pairs[0]
         return None if index is None else pairs[index]
 
     def _width_of_last(self, count: int) -> int:

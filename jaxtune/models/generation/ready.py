@@ -263,6 +263,8 @@ class Ready:
         if not self.beside:
             return size
         with self._queue.changed:
+            if size in self._queue.ready and size.biases in (0, biases):
+                return size
             decodes = [other for other in self._queue.ready if isinstance(other, Decode)]
         serving = [other for other in decodes if other.serves(size) and other.biases in (0, biases)]
         return min(serving, key=lambda other: (sum(other.kind), other.kind), default=None)

@@ -680,19 +680,23 @@ class Sampler:
         if not self._ready.beside:
             yield from self._waiting
             return
+        rows = [row for row in self._slots if row is not None]
+        kind, masks = self._kind_of(rows), any(row.constraint is not None for row in rows)
         for request in [*self._waiting]:
-            if (grows or request.limit <= self._capacity) and self._serves(request):
+            if (grows or request.limit <= self._capacity) and self._serves(request, kind, masks):
                 yield request
 
-    def _serves(self, request: Request) -> bool:
-        """Whether all programs are ready that a row needs, in a batch with those in the slots."""
+    def _serves(self, request: Request, kind: Kind, masks: bool) -> bool:
+        """Whether all programs are ready that a row needs, in a batch with those in the slots, of this kind."""
         try:
             if request.adapter > self._newest:
                 self._comes()
                 return False  # until `step` has switched
             capacity = self._capacity_for(request.limit)
             return (
-                capacity is not None and self._decodes(request, capacity) and self._prefills.serves(request, capacity)
+                capacity is not None
+                and self._decodes(request, capacity, kind | request.sampling.kind, masks)
+                and self._prefills.serves(request, capacity)
             )
         except RuntimeError as error:
             if all(refused is not request for refused, _ in self._refused):
@@ -707,9 +711,7 @@ class Sampler:
         index = self._ready.choose(*map(self._sizes, capacities))
         return None if index is None else capacities[index]
 
-    def _decodes(self, request: Request, capacity: int) -> bool:
-        rows = [row for row in (request, *self._slots) if row is not None]
-        kind = functools.reduce(Kind.__or__, (row.sampling.kind for row in rows))
+    def _decodes(self, request: Request, capacity: int, kind: Kind, masks: bool) -> bool:
         size = self._size(_MOST, self._steps, False, capacity)
         ends, biases = next_power(len(request.ends)), next_power(len(request.sampling.biases))
         if ends > size.ends or biases > size.biases:  # then no program serves the next rows but those with so many
@@ -717,7 +719,7 @@ class Sampler:
         else:
             size = self._size(kind, self._steps, False, capacity)
         sizes = [size]
-        if any(row.constraint is not None for row in rows):
+        if masks or request.constraint is not None:
             sizes.append(dataclasses.replace(size, steps=1, masks=True))
         columns = max(biases, self._bias_columns)
         missing = [size for size in sizes if self._ready.decode(size, columns) is None]
@@ -946,13 +948,15 @@ class Sampler:
         is_new = any(len(request.tokens) == request.start and not request.ahead for request in rows)
         return is_new and len(rows) <= max(1, len(self._slots) // _FEW)
 
+    @staticmethod
+    def _kind_of(rows: Sequence[Request]) -> Kind:
+        return functools.reduce(Kind.__or__, {row.sampling.kind for row in rows}, _GREEDY)
+
     def _kind_of_slots(self) -> Kind:
         """What the rows need, by an earlier round's kind if there was the same; else with what the last round had, so
         that few programs are compiled.
         """
-        kind = Kind(False, False, False)
-        for request in self._slots:
-            kind = kind if request is None else kind | request.sampling.kind
+        kind = self._kind_of([request for request in self._slots if request is not None])
         if self._ready.beside:
             return kind
         if kind not in self._kinds:
