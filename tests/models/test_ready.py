@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import adapted_model, tiny_model
+from tiny import CONFIGS
+from tiny_models import adapted_model, tiny_config, tiny_model
 
+import jaxtune
 from jaxtune import Decoder, Sampler
 from jaxtune.models.generation import prefills, ready, slots
 from jaxtune.models.generation import sampler as sampler_module
 from jaxtune.models.generation.adapters import Adapter
+from jaxtune.models.generation.structure import flattened
+from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.system.program_cache import in_use
 
@@ -269,6 +274,66 @@ def test_a_second_start_compiles_nothing(model, monkeypatch, tmp_path):
             counts.append(sampler.prepare())
     slots.programs.cache_clear()
     assert counts[0].compiled == counts[1].loaded > 10 and counts[0].loaded == counts[1].compiled == 0
+
+
+# ---- before the arrays are there
+
+
+@pytest.mark.parametrize(("name", "load_in"), [*zip(CONFIGS, itertools.cycle([None, "nf4", "fp8", "int8"]))])
+def test_shapes_are_those_of_the_loaded_model(name, load_in, tmp_path):
+    """In the dtypes of a precision map, and with the same Structure, so that programs of the shapes are the model's."""
+    jaxtune.save_pretrained(model_from_config(CONFIGS[name], jax.random.key(0), "bfloat16"), tmp_path / "base")
+    words = {"norm": "fp32", "layers.0.*": "bf16"}
+    try:
+        pretrained = Pretrained(tmp_path / "base", "bfloat16", load_in, precision=words)
+        loaded = flattened(pretrained.load())
+    except ValueError as error:  # of a format that this model's rows are no whole blocks of
+        pytest.skip(str(error))
+    structure, shapes = flattened(pretrained.shapes())
+    assert structure is loaded[0]
+    assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in loaded[1]]
+
+
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_a_sampler_of_shapes_prepares_what_the_loaded_model_runs(compilations, patient, tmp_path, load_in):
+    """Of converted layers, too."""
+    config = tiny_config(hidden_size=64, max_position_embeddings=LENGTH)
+    jaxtune.save_pretrained(Decoder(config, jax.random.key(0), "float32"), tmp_path / "base")
+    slots.programs.cache_clear()
+    counts, plans, settings = [], [], {"slots": 32 if load_in else 4, "prefix_bytes": 10**8}
+
+    def prepare(shapes: Decoder, room: float | None) -> None:
+        assert room is None, "a CPU tells no memory"
+        with made(shapes, free_bytes=1e9, **settings) as sampler:
+            counts.append(sampler.prepare())
+            plans.append(sampler.plan)
+            for refused in (lambda: sampler.submit([1]), lambda: sampler.score([1, 2])):
+                with pytest.raises(ValueError, match="the model has shapes, no arrays: call `update` first"):
+                    refused()
+
+    model, _ = jaxtune.from_pretrained(tmp_path / "base", "float32", load_in, beside=prepare)
+    with made(model, free_bytes=1e9, **settings) as sampler:
+        counts.append(sampler.prepare())
+        compilations.clear()
+        rows = drawn(np.random.default_rng(2), 8)
+        results = answers(sampler, rows)
+        assert compilations == [] and sampler.plan == plans[0]
+        assert (sampler.plan.converted_layers > 0) == (load_in is not None)
+    assert sum(counts[0]) > 10 and sum(counts[1]) == 0
+    shapes = nnx.eval_shape(lambda: model)
+    with made(shapes, free_bytes=1e9, **settings) as sampler:
+        sampler.update(model)
+        assert_same(answers(sampler, rows), results)
+
+
+def test_an_error_beside_loading_is_raised(tmp_path):
+    jaxtune.save_pretrained(tiny_model(), tmp_path / "base")
+
+    def fails(*_):
+        raise RuntimeError("of the test")
+
+    with pytest.raises(RuntimeError, match="of the test"):
+        jaxtune.from_pretrained(tmp_path / "base", beside=fails)
 
 
 # ---- with adapters and stored beginnings
