@@ -221,7 +221,7 @@ class Sampler:
         self._has_arrays = _are_arrays(self._leaves)
         array = self._leaves[0] if self._has_arrays else jnp.zeros(())
         where = jax.sharding.SingleDeviceSharding(min(array.devices(), key=lambda device: device.id))
-        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows)
+        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows, self._tower)
         self._ready = Ready(shapes, compiles_beside)
         self._prefills = Prefills(
             self._programs,
