@@ -175,14 +175,14 @@ class PromptPictures(NamedTuple):
         features = np.full((1, tokens), -1, np.int32)
         features[0, :count] = np.asarray(pictures.picture_features)[0, :count]
 
-        def of_patches(array: jax.Array) -> jax.Array:
-            values = np.asarray(array)
+        def of_patches(array: jax.Array, dtype: type = np.int32) -> jax.Array:
+            values = np.asarray(array, dtype)
             widths = ((0, 0), (0, patches - values.shape[1]), *((0, 0),) * (values.ndim - 2))
             return jnp.asarray(np.pad(values, widths))
 
-        arrays = pictures.patches, pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
-        values, segments, grids, coordinates = map(of_patches, arrays)
-        return positions, Pictures(values, segments, grids, coordinates, jnp.asarray(features), pictures.max_pictures)
+        arrays = pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
+        values, (segments, grids, coordinates) = of_patches(pictures.patches, np.float32), map(of_patches, arrays)
+        return positions, Pictures(values, segments, grids, coordinates, jnp.asarray(features))
 
 
 def check_pictures(

@@ -98,6 +98,10 @@ class _Model(NamedTuple):
     newest: int  # the last adapter's number
 
 
+def _are_arrays(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> bool:
+    return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
 def _wait_for(rounds: collections.deque[_Round], prefills: Prefills) -> None:
     """Waits for results that nobody will read."""
     while rounds:
@@ -114,12 +118,14 @@ class Sampler:
     by samplers of equal models and slots. Closing or freeing a sampler waits for the device.
 
     Args:
-      model: its arrays are used, not copied, apart from plain adapters and converted weights.
+      model: its arrays are used, not copied, apart from plain adapters and converted weights. With shapes in place of
+        arrays, as from_pretrained gives `beside`, only `prepare` works, until `update`.
       slots: None: `most_slots`, halved until there is memory.
       length: tokens of a row with its prompt. None: as many as there is memory for. Caches grow in buckets up to the
         longest requested row.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
       memory_share: of the free memory; the rest is for samplers made next.
+      free_bytes: the free memory beside the model, where it is not in memory yet; None: as the device says.
       deterministic: a row has the same bits whatever else is sampled, in any slot and process, for equal `slots` and
         devices; otherwise other rows change its rounding. Slower: prompts are prefilled one at a time, no weights are
         converted, products use the vendor's first algorithm.
@@ -158,6 +164,7 @@ class Sampler:
         most_slots: int = SLOTS,
         most_converted: int | None = None,
         memory_share: float = 1.0,
+        free_bytes: float | None = None,
         deterministic: bool = False,
         tokens_per_round: int = 8,
         prefill_tokens: int = PREFILL_TOKENS,
@@ -189,7 +196,7 @@ class Sampler:
         self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
-        room = room_bytes(memory_share)
+        room = room_bytes(memory_share) if free_bytes is None else (free_bytes - self._bank.bytes) * memory_share
         room = None if room is None else room - (adapter_bytes - self._bank.bytes)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
@@ -212,8 +219,10 @@ class Sampler:
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
         self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
-        where = jax.sharding.SingleDeviceSharding(min(self._leaves[0].devices(), key=lambda device: device.id))
-        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows)
+        self._has_arrays = _are_arrays(self._leaves)
+        array = self._leaves[0] if self._has_arrays else jnp.zeros(())
+        where = jax.sharding.SingleDeviceSharding(min(array.devices(), key=lambda device: device.id))
+        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows, self._tower)
         self._ready = Ready(shapes, compiles_beside)
         self._prefills = Prefills(
             self._programs,
@@ -364,7 +373,7 @@ class Sampler:
         if self._coming is None:
             return
         self._structure, self._leaves, self._shapes, self._gated, self._newest = self._coming
-        self._coming = None
+        self._coming, self._has_arrays = None, _are_arrays(self._leaves)
         self._decoding.clear()  # for shapes and dtypes may be others
         self._ready.use(self._structure, self._shapes, self._gated)
         self._prefills.use(self._structure, self._shapes, self._gated)
@@ -425,6 +434,7 @@ class Sampler:
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
         """
+        self._require_arrays("submit")
         if self._closed:
             raise ValueError("Sampler: submit after close: make a new Sampler")
         if self._runs:
@@ -481,6 +491,10 @@ class Sampler:
         self._enqueue(request)
         return request.number
 
+    def _require_arrays(self, caller: str) -> None:
+        if not self._has_arrays:
+            raise ValueError(f"Sampler: {caller}: the model has shapes, no arrays: call `update` first")
+
     def cancel(self, request: int) -> None:
         """Ends a request that waits or decodes; the next step returns an empty last piece. Other numbers do nothing."""
         live_request = self._requests.get(request)
@@ -508,6 +522,7 @@ class Sampler:
         """(the log-probability of each token of a prompt but the first, the `top` likeliest tokens in the place of
         each); also while rows decode. adapter: its name. ValueError: as `submit`.
         """
+        self._require_arrays("score")
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         if len(tokens) > self.plan.length:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
@@ -828,7 +843,7 @@ class Sampler:
         capacities = self._usual_capacities()
         sizes = [self._size(kind, self._steps, False, capacity) for kind in _USUAL for capacity in capacities]
         prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
-        if self._states is None:
+        if self._states is None and self._has_arrays:
             self._grow(capacities[0])
             self._seen = self._empty_seen()
         return prepared
