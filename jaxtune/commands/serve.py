@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -205,7 +206,9 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
             )
             return sampler
 
-        engine = Engine(sampler, models)
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(base.prepare_grammars)
+            engine = Engine(sampler, models)
         with timing.phase("serve"):
             limits = options.timeout, options.grace
             server.Server(engine, listener, key, *limits, readers, folder).run_until_signal()
