@@ -146,13 +146,12 @@ def _constraints(
         return lambda row, ids: None
     from jaxtune.models.generation.grammars import Grammars
 
-    grammars = Grammars(tokenizer, end_token_ids(model), model.config.vocab_size)
+    grammars = Grammars.of(model, tokenizer)
 
     def constraint(row: Row, ids: Sequence[int]) -> Constraint:
         if raw or not tokenizer.chat_template:
             return grammars.constraint(grammar)
-        reader = AnswerReader.of(tokenizer, tools_of(row))
-        return grammars.constraint(grammar, *reader.before_content(ids, reader.opening(ids)))
+        return grammars.after_thoughts(grammar, ids, AnswerReader.of(tokenizer, tools_of(row)))
 
     return constraint
 

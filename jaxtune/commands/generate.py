@@ -134,8 +134,6 @@ def _grammar(options: argparse.Namespace) -> str | None:
     from jaxtune.models.generation import grammars
 
     try:
-        if expression is not None:
-            return grammars.regex_grammar(expression)
-        return grammars.json_grammar(read_json(Path(schema).expanduser()))
+        return grammars.grammar_of(None if schema is None else read_json(Path(schema).expanduser()), expression)
     except ValueError as error:
         raise ValueError(f"{'--json-schema' if expression is None else '--regex'}: {error}") from None

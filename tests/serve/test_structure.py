@@ -176,7 +176,7 @@ def test_a_bias_leaves_no_row_without_a_token(models, compiler, tokenizer, tempe
     [token] = tokenizer("a", add_special_tokens=False)["input_ids"]
     rule = compiler.constraint(grammars.regex_grammar("ab"))
     with jaxtune.Sampler(models["base"].model, 2, 64) as sampler:
-        [row] = sampler.run([[5]], 20, temperature, logit_bias={token: float("-inf")}, constraint=rule)
+        [row] = sampler.run([[5]], 20, temperature, logit_bias={token: float("-inf")}, constraints=[rule])
         with pytest.raises(ValueError, match="constraint"):
             next(sampler.run([[5], [6]], 20, constraint=rule))
     assert row.finish_reason == "stop" and tokenizer.decode(row.ids, skip_special_tokens=True) == "ab"

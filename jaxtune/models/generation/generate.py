@@ -15,7 +15,16 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.prefixes import worthwhile_bytes
-from jaxtune.models.generation.requests import PromptPictures, StopStrings, checked_length, checked_prompt, seeds_of
+from jaxtune.models.generation.requests import (
+    Constraint,
+    PromptPictures,
+    StopStrings,
+    checked_length,
+    checked_prompt,
+    constraints_of,
+    one_a_prompt,
+    seeds_of,
+)
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.generation.xla_options import AS_TRAINED
@@ -57,6 +66,7 @@ def generate(
     output_logprobs: bool = False,
     deterministic: bool = False,
     pictures: Sequence[PromptPictures | None] | None = None,
+    constraints: Sequence[Constraint | None] | None = None,
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
     """Continues each prompt; at most 256 rows decode at once, as memory allows.
 
@@ -81,11 +91,13 @@ def generate(
       deterministic: a row has the same bits whatever the other prompts are, and log-probabilities come from
         `training_logprobs`, not from the decoding steps.
       pictures: of each prompt, or None for one without; needs a model with its tower. None: no prompt has any.
+      constraints: which tokens each answer may make, such as `Grammars.constraint` of a JSON schema or an expression,
+        or None for any; each is of one answer. None: no answer has any.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
     Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, divided
-    weights, a model that scores texts, or too little memory.
+    weights, a model that scores texts, too little memory, or a constraint that fails.
     """
     config = model.config
     if not config.head.is_text:
@@ -106,9 +118,8 @@ def generate(
         StopStrings(stops, tokenizer)
         settings |= dict(stop_strings=stops, tokenizer=tokenizer)
     seeds = seeds_of(seed, len(rows), "generate")
-    pictures = list(pictures or [None] * len(rows))
-    if len(pictures) != len(rows):
-        raise ValueError(f"generate: pictures of {len(pictures)} prompts for {len(rows)} prompts")
+    pictures = one_a_prompt(pictures, len(rows), "generate: pictures")
+    constraints = constraints_of(constraints, len(rows), "generate")
     if deterministic and output_logprobs and any(each is not None for each in pictures):
         raise ValueError("generate: deterministic log-probabilities of prompts with pictures are not supported")
     partition.require_undivided(nnx.state(model), "generate")
@@ -126,12 +137,21 @@ def generate(
     with sampler:
         row_of = {
             sampler.submit(
-                row, max_new_tokens, temperature, row_seed, index=seed_index, pictures=of_row, **settings
+                row,
+                max_new_tokens,
+                temperature,
+                row_seed,
+                index=seed_index,
+                pictures=pictures[index],
+                constraint=constraints[index],
+                **settings,
             ): index
-            for index, (row, of_row, (row_seed, seed_index)) in enumerate(zip(rows, pictures, seeds, strict=True))
+            for index, (row, (row_seed, seed_index)) in enumerate(zip(rows, seeds, strict=True))
         }
         while sampler.pending:
             for piece in sampler.step():
+                if piece.finish_reason == "failed":
+                    raise ValueError(f"generate: {piece.error}")
                 index = row_of[piece.request]
                 answers[index] += piece.ids
                 logprobs[index] += piece.logprobs

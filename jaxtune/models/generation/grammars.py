@@ -9,12 +9,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from jaxtune.conversations.answers import SPACES
+from jaxtune.conversations.answers import SPACES, AnswerReader
 from jaxtune.conversations.tokenizing import Tokenizer
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.ends import end_token_ids
 from jaxtune.system.extras import install
 
 if TYPE_CHECKING:
@@ -37,6 +39,25 @@ def json_grammar(schema: Mapping[str, object]) -> str:
 def regex_grammar(pattern: str) -> str:
     """Of texts that a regular expression matches whole, in Rust's syntax. ValueError for another one."""
     return checked(_llguidance().LLMatcher.grammar_from_regex(pattern))
+
+
+def grammar_of(schema: Mapping[str, object] | str | None, pattern: str | None) -> str | None:
+    """That of a JSON schema, perhaps as text, or of a regular expression; None without either. ValueError: as theirs,
+    or there are both.
+    """
+    if schema is not None and pattern is not None:
+        raise ValueError("an answer follows a JSON schema or a regular expression: give one of them")
+    if pattern is not None:
+        return regex_grammar(pattern)
+    if schema is None:
+        return None
+    try:
+        values = json.loads(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise ValueError(f"the schema is not JSON: {error}") from None
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the schema must be a JSON object, not {str(values)[:80]!r}")
+    return json_grammar(values)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -103,6 +124,15 @@ class Grammars:
         self._last: tuple[str, LLMatcher] | None = None  # the last grammar; a request's rows have the same
         most = max(vocab_size, len(tokenizer))
         self._compiler, self._bits = _vocabulary(tokenizer, most, end_tokens), (most + 31) // 32
+
+    @classmethod
+    def of(cls, model: Decoder, tokenizer: Tokenizer) -> Self:
+        """Whose texts end as the model's files say."""
+        return cls(tokenizer, end_token_ids(model), model.config.vocab_size)
+
+    def after_thoughts(self, grammar: str, prompt_ids: Sequence[int], reader: AnswerReader) -> GrammarConstraint:
+        """Of the answer to a prompt in `reader`'s chat template."""
+        return self.constraint(grammar, *reader.before_content(prompt_ids, reader.opening(prompt_ids)))
 
     def constraint(
         self, grammar: str, thoughts_end: re.Pattern[str] | None = None, thinks: bool = False, opens: int | None = None

@@ -327,6 +327,21 @@ def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions:
     return len(prompt) + int(max_new_tokens)
 
 
+def one_a_prompt[T](values: Sequence[T | None] | None, count: int, name: str) -> list[T | None]:
+    """The values, all None for None. Raises ValueError for another number than of prompts. name: for the error."""
+    if values is not None and len(values) != count:
+        raise ValueError(f"{name} of {len(values)} prompts for {count} prompts")
+    return [None] * count if values is None else [*values]
+
+
+def constraints_of(constraints: Sequence[Constraint | None] | None, count: int, caller: str) -> list[Constraint | None]:
+    """One a prompt. Raises ValueError for another number, or one that two rows have. caller: for the error."""
+    values = one_a_prompt(constraints, count, f"{caller}: constraints")
+    if len({id(each) for each in values if each is not None}) < sum(each is not None for each in values):
+        raise ValueError(f"{caller}: constraints: one is of several rows, and each follows one text: make one for each")
+    return values
+
+
 def seeds_of(seed: int | Sequence[int], count: int, caller: str) -> list[tuple[int, int]]:
     """(seed, index) for each row. Raises ValueError for another number of seeds.
 

@@ -46,8 +46,10 @@ from jaxtune.models.generation.requests import (
     checked_bias,
     checked_length,
     checked_prompt,
+    constraints_of,
     in_turns,
     joined_pieces,
+    one_a_prompt,
     seeds_of,
 )
 from jaxtune.models.generation.sampling import Kind, Sampling
@@ -571,6 +573,7 @@ class Sampler:
         *,
         in_order: bool = True,
         pictures: Sequence[PromptPictures | None] | None = None,
+        constraints: Sequence[Constraint | None] | None = None,
         **settings: Any,
     ) -> Iterator[Row]:
         """Continues all prompts and yields each row that has ended. It begins with the first `next`; nothing else can
@@ -583,6 +586,7 @@ class Sampler:
           seed: for all rows, or one a prompt, which then draws as if alone.
           in_order: whether rows come in the order of the prompts, or as they end.
           pictures: of each prompt, or None for one without; None: no prompt has any.
+          constraints: of each row, its own, or None for any tokens; None: no row has any.
           settings: further arguments of `submit`.
 
         Raises ValueError while requests are not done, for a wrong number of limits or seeds, as submit does, and for a
@@ -590,11 +594,10 @@ class Sampler:
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
-        if settings.get("constraint") is not None and len(prompts) > 1:
-            raise ValueError("Sampler: constraint: is of one prompt; `submit` each with its own")
-        pictures = [None] * len(prompts) if pictures is None else pictures
-        if len(pictures) != len(prompts):
-            raise ValueError(f"Sampler: pictures of {len(pictures)} prompts for {len(prompts)} prompts")
+        pictures = one_a_prompt(pictures, len(prompts), "Sampler: pictures")
+        constraints = constraints_of(constraints, len(prompts), "Sampler")
+        if "constraint" in settings:
+            raise ValueError("Sampler: constraint: each row of `run` has its own: give constraints=[...]")
         seeds = seeds_of(seed, len(prompts), "Sampler")
         limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
         if len(limits) != len(prompts):
@@ -604,7 +607,8 @@ class Sampler:
         try:
             for index, (row_seed, seed_index) in enumerate(seeds):
                 asked = prompts[index], limits[index], temperature, row_seed
-                number = self.submit(*asked, index=seed_index, pictures=pictures[index], **settings)
+                of_row = dict(pictures=pictures[index], constraint=constraints[index])
+                number = self.submit(*asked, index=seed_index, **of_row, **settings)
                 rows[number] = Row(index, [], [], "length")
             self._runs = True
             yield from self._ended(rows, in_order)

@@ -62,6 +62,8 @@ _SAMPLED = (
     "top_p",
     "min_p",
     "repetition_penalty",
+    "regex",
+    "json_schema",
     "mask_truncated_completions",
     "num_iterations",
     "steps_per_generation",
@@ -244,6 +246,10 @@ class ObjectiveConfig:
     repetition_penalty: Annotated[float | None, "Penalty on tokens that an answer or its prompt has already (1)."] = (
         None
     )
+    regex: Annotated[
+        str | None, "An expression (Rust's syntax) that each answer matches whole, after its thoughts."
+    ] = None
+    json_schema: Annotated[str | None, "A JSON schema, as text, that each answer follows, after its thoughts."] = None
     mask_truncated_completions: Annotated[
         bool | None, "Answers that reach max_completion_length do not count in the loss (false)."
     ] = None
@@ -320,6 +326,20 @@ class ObjectiveConfig:
             "objective.teacher",
             self.teacher,
             "distill needs one: a model's folder or hub name, or base for the model with its adapter off",
+        )
+        for grammar in ("regex", "json_schema"):
+            for sampled in ("tools", "environment_factory", "rollout_func"):
+                require(
+                    getattr(self, grammar) is None or not getattr(self, sampled),
+                    f"objective.{grammar}",
+                    getattr(self, grammar),
+                    f"answers of objective.{sampled} have turns of several forms; leave one of them out",
+                )
+        require(
+            self.regex is None or self.json_schema is None,
+            "objective.regex",
+            self.regex,
+            "objective.json_schema is set, too, and answers follow one of them; leave the other out",
         )
         for name, why in without_effect(self.name, self.options).items():
             require(False, f"objective.{name}", getattr(self, name), why)

@@ -7,7 +7,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How answers are sampled and how often trained on; all names except `slots` are TRL's. Raises ValueError for a
+    """How answers are sampled and how often trained on; names are TRL's but for `slots`, `regex` and
+    `json_schema`. Raises ValueError for a
     value out of range.
     """
 
@@ -25,6 +26,11 @@ class Settings:
     """Only tokens of at least min_p times the highest probability; 0: all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of prompt and answer become less probable; 1: none."""
+
+    regex: str | None = None
+    """An expression, in Rust's syntax, that each answer matches whole, after its thoughts."""
+    json_schema: str | None = None
+    """A JSON schema, as text, that each answer follows, after its thoughts."""
 
     mask_truncated_completions: bool = False
     """Leave answers without an end out of the loss."""

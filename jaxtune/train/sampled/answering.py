@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, PlacedPicture
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
-from jaxtune.models.generation.requests import Piece, PromptPictures
+from jaxtune.models.generation.requests import Constraint, Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan, prefix_room, room_bytes
 from jaxtune.models.vision.pictures import Pictures
@@ -26,6 +27,8 @@ from jaxtune.train.sampled.reward_functions import ENVIRONMENTS, Message, Turns
 from jaxtune.train.sampled.tool_formats import ToolFormat
 from jaxtune.train.sampled.tools import Answered, ToolCalls, Tools
 from jaxtune.train.user_code.loop import wait_for_any
+
+logger = logging.getLogger(__name__)
 
 _MOST_SHOWN = 120  # characters of a prompt in a message
 
@@ -98,6 +101,8 @@ class Sampling:
     """Makes what reward functions get; None: text."""
     processor: PictureProcessor | None = None
     """Of prompts' pictures; None: they have none."""
+    constraint: Callable[[int, Prompt], Constraint] | None = None
+    """(tokens of the vocabulary, a prompt) -> which tokens an answer to it may make; None: any."""
 
     @property
     def slots(self) -> int:
@@ -143,6 +148,7 @@ class Sampling:
         seed: int,
         index: int = 0,
         pictures: PromptPictures | None = None,
+        constraint: Constraint | None = None,
     ) -> int:
         """Submits a prompt; the number of the request. Log-probabilities are at the sampling temperature, before top_k,
         top_p, min_p and the penalty.
@@ -151,6 +157,7 @@ class Sampling:
           index: tells requests with one seed apart, such as an answer's turns.
           ids: the prompt's.
           pictures: of the prompt; None: it has none.
+          constraint: which tokens the answer may make; None: any.
         """
         settings = self.settings
         return sampler.submit(
@@ -166,6 +173,7 @@ class Sampling:
             eos_token_ids=self.ends,
             scaled_logprobs=True,
             pictures=pictures,
+            constraint=constraint,
         )
 
     def completion(self, prompt: Turns, prompt_ids: Sequence[int], ids: Sequence[int]) -> Turns:
@@ -235,12 +243,15 @@ class OneTurn:
         sampler = self.sampling.sampler(model, [prompt.ids for prompt in prompts])
         answers = [SampledTurns(prompt.ids, prompt.turns) for prompt in prompts]
         most, processor = self.sampling.settings.max_completion_length, self.sampling.processor
+        constraint = self.sampling.constraint
         requests: dict[int, SampledTurns] = {}
         seen: tuple[Prompt, PromptPictures | None] | None = None
         for prompt, answer, seed in zip(prompts, answers, seeds, strict=True):
             if seen is None or seen[0] is not prompt:  # the answers to a prompt share its pictures
                 seen = prompt, None if processor is None else prompt.seen(processor)
-            requests[self.sampling.submit(sampler, prompt.ids, most, seed, pictures=seen[1])] = answer
+            rule = None if constraint is None else constraint(model.config.vocab_size, prompt)
+            number = self.sampling.submit(sampler, prompt.ids, most, seed, pictures=seen[1], constraint=rule)
+            requests[number] = answer
         while sampler.pending:
             waiting.look()
             for piece in sampler.step():
@@ -256,7 +267,11 @@ def _extend(answer: SampledTurns, piece: Piece) -> None:
     answer.logps += piece.logprobs
     if answer.sampled is not None:
         answer.sampled += [True] * len(piece.ids)
-    answer.finish_reason = piece.finish_reason or answer.finish_reason
+    if piece.finish_reason == "failed":  # by its grammar
+        logger.warning("an answer is cut off: %s", piece.error)
+        answer.finish_reason = "length"
+    else:
+        answer.finish_reason = piece.finish_reason or answer.finish_reason
 
 
 @dataclasses.dataclass

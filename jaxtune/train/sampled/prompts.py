@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxtune.conversations.answers import AnswerReader, Completions
 from jaxtune.conversations.messages import ConversationError, in_parts, pictures_of, read_messages, turns_in
+from jaxtune.models.generation.grammars import Grammars, grammar_of
+from jaxtune.models.generation.requests import Constraint
 from jaxtune.models.placement import partition
 from jaxtune.system.terminal import say
 from jaxtune.train.config import ConfigError, DataConfig, MeshConfig
@@ -280,8 +282,9 @@ def _answering(
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     completions = completions_of(tokenizer, data.trained_template)
     processor = None if pictures is None else pictures.processor
+    constraint = _constraint(settings, tokenizer, ends, completions)
     sampling = Sampling(
-        settings, tuple(sorted(set(ends))), completions.decode, completions=completions, processor=processor
+        settings, tuple(sorted(set(ends))), completions.decode, None, completions, processor, constraint
     )
     if user_functions.rollout is not None:
 
@@ -302,6 +305,29 @@ def _answering(
 
     form = ToolFormat(tokenizer, data.trained_template, sampling.ends, data.today)
     return ToolTurns(sampling, tools, form, with_tools, length, user_functions.most_iterations)
+
+
+def _constraint(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], completions: Completions
+) -> Callable[[int, Prompt], Constraint] | None:
+    """Sampling.constraint. ConfigError for a grammar that is not followed."""
+    if settings.regex is None and settings.json_schema is None:
+        return None
+    try:
+        grammar = grammar_of(settings.json_schema, settings.regex)
+    except ValueError as error:
+        key = "regex" if settings.json_schema is None else "json_schema"
+        raise ConfigError(f"objective.{key} = {getattr(settings, key)!r}: {error}") from None
+    assert grammar is not None
+    compiled = functools.cache(lambda vocab_size: Grammars(tokenizer, list(ends), vocab_size))
+
+    def constraint(vocab_size: int, prompt: Prompt) -> Constraint:
+        grammars, reader = compiled(vocab_size), completions.reader
+        if reader is None or (isinstance(prompt.turns, str) and not completions.renders_texts):
+            return grammars.constraint(grammar)
+        return grammars.after_thoughts(grammar, prompt.ids, reader)
+
+    return constraint
 
 
 def completions_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Completions:
