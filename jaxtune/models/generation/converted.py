@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.structure import Structure, structure_of
+from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, frozen
 from jaxtune.pallas.formats import Stored
@@ -110,22 +111,42 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
     ]
 
 
-def _buffer_bytes(model: Decoder, tokens: int) -> int:
-    """An upper estimate: a copied head, and the largest layer's decoded weights, inputs and outputs for `tokens`
-    tokens.
-    """
-    moe, layers = model.config.moe, []
-    for layer in model.layers:
-        numbers = 0
+def _layer_bytes(layers: Iterable[Block], model: Decoder, tokens: int) -> int:
+    """An upper estimate: the largest layer's decoded weights, inputs and outputs for `tokens` tokens."""
+    moe, numbers = model.config.moe, [0]
+    for layer in layers:
+        numbers.append(0)
         for *_, matrix in layer.matrices():
             rows = tokens * (moe.experts_per_token if matrix.num_experts and moe is not None else 1)
-            numbers += rows * sum(matrix.sizes[-2:])
-            numbers += matrix.stored_weight.size if isinstance(matrix.stored_weight, Stored) else 0
-        layers.append(numbers)
+            numbers[-1] += rows * sum(matrix.sizes[-2:])
+            numbers[-1] += matrix.stored_weight.size if isinstance(matrix.stored_weight, Stored) else 0
+    return max(numbers) * jnp.dtype(model.dtype).itemsize
+
+
+@functools.lru_cache(32)
+def picture_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], tokens: int) -> int:
+    """An upper estimate of the device bytes that a prefill takes beside weights and states if all `tokens` tokens of a
+    prompt are of pictures: it is one program. 0 for a model without a tower.
+
+    structure, shapes: as of `convertible_of`.
+    """
+    model = structure.model(shapes)
+    if (tower := model.vision) is None:
+        return 0
+    config, itemsize = tower.config, jnp.dtype(model.dtype).itemsize
+    patches = tokens * config.merge_size**2
+    merging = [sum(linear.sizes) for _, linear in tower.linears(layers=False)]
+    of_tower = max(_layer_bytes(tower.layers, model, patches), tokens * sum(merging) * itemsize)
+    kept = patches * config.patch_numbers * (4 + itemsize) + tokens * len(tower.mergers) * config.out_size * itemsize
+    return kept + max(of_tower, _layer_bytes(model.layers, model, tokens))
+
+
+def _buffer_bytes(model: Decoder, tokens: int) -> int:
+    """An upper estimate: a copied head, and of the layers for `tokens` tokens."""
     stored = model.head_variable.get_value()
     head = jax.eval_shape(functools.partial(head_of_step, model), jax.ShapeDtypeStruct(stored.shape, stored.dtype))
     copied = (head.shape, head.dtype) != (stored.shape, stored.dtype)
-    return max(layers) * jnp.dtype(model.dtype).itemsize + copied * head.size * head.dtype.itemsize
+    return _layer_bytes(model.layers, model, tokens) + copied * head.size * head.dtype.itemsize
 
 
 def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
