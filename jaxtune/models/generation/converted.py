@@ -7,6 +7,7 @@ layer's linears are all decoded, because a step has the fewest kernels then.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.structure import Structure, structure_of
 from jaxtune.models.layers.block import Block
@@ -111,22 +113,10 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
     ]
 
 
-def _layer_bytes(layers: Iterable[Block], model: Decoder, tokens: int) -> int:
-    """An upper estimate: the largest layer's decoded weights, inputs and outputs for `tokens` tokens."""
-    moe, numbers = model.config.moe, [0]
-    for layer in layers:
-        numbers.append(0)
-        for *_, matrix in layer.matrices():
-            rows = tokens * (moe.experts_per_token if matrix.num_experts and moe is not None else 1)
-            numbers[-1] += rows * sum(matrix.sizes[-2:])
-            numbers[-1] += matrix.stored_weight.size if isinstance(matrix.stored_weight, Stored) else 0
-    return max(numbers) * jnp.dtype(model.dtype).itemsize
-
-
 @functools.lru_cache(32)
 def picture_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], tokens: int) -> int:
-    """An upper estimate of the device bytes that a prefill takes beside weights and states if all `tokens` tokens of a
-    prompt are of pictures: it is one program. 0 for a model without a tower.
+    """Device bytes that a prefill takes beside weights and states if all `tokens` tokens of a prompt are of pictures:
+    it is one program. 0 for a model without a tower.
 
     structure, shapes: as of `convertible_of`.
     """
@@ -135,18 +125,48 @@ def picture_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...]
         return 0
     config, itemsize = tower.config, jnp.dtype(model.dtype).itemsize
     patches = tokens * config.merge_size**2
-    merging = [sum(linear.sizes) for _, linear in tower.linears(layers=False)]
-    of_tower = max(_layer_bytes(tower.layers, model, patches), tokens * sum(merging) * itemsize)
-    kept = patches * config.patch_numbers * (4 + itemsize) + tokens * len(tower.mergers) * config.out_size * itemsize
-    return kept + max(of_tower, _layer_bytes(model.layers, model, tokens))
+    merging = max(sum(sum(getattr(each, name).sizes) for name in each.matrices) for _, each in tower.mergers)
+    states = (len(tower.mergers) - 1) * patches * config.blocks.hidden_size  # that are merged, too
+    cast = patches * config.patch_numbers
+    of_tower = states + max(cast, _layer_numbers(tower.layers, config.blocks, patches), tokens * merging)
+    features = tokens * len(tower.mergers) * config.out_size
+    numbers = features + max(of_tower, _layer_numbers(model.layers, model.config, tokens))
+    return 4 * cast + itemsize * numbers
+
+
+def _layer_numbers(layers: Iterable[Block], config: DecoderConfig, tokens: int) -> int:
+    """Of a layer's forward at its peak: the outputs of a mixer's or feed-forward's linears, a weight that is decoded,
+    and three values of the residual stream.
+    """
+    most = 0
+    for layer in layers:
+        numbers, decoded_weight = collections.Counter[str](), 0
+        for module, _, matrix in layer.matrices():
+            many = config.moe.experts_per_token if matrix.num_experts and config.moe is not None else 1
+            numbers[module] += tokens * many * matrix.sizes[-2]
+            weight = matrix.stored_weight
+            if isinstance(weight, Stored) and not matrix.num_experts:
+                decoded_weight = max(decoded_weight, weight.size)
+        most = max(most, max(numbers.values()) + decoded_weight + 3 * tokens * config.hidden_size)
+    return most
 
 
 def _buffer_bytes(model: Decoder, tokens: int) -> int:
-    """An upper estimate: a copied head, and of the layers for `tokens` tokens."""
+    """An upper estimate: a copied head, and the largest layer's decoded weights, inputs and outputs for `tokens`
+    tokens.
+    """
+    moe, layers = model.config.moe, []
+    for layer in model.layers:
+        numbers = 0
+        for *_, matrix in layer.matrices():
+            rows = tokens * (moe.experts_per_token if matrix.num_experts and moe is not None else 1)
+            numbers += rows * sum(matrix.sizes[-2:])
+            numbers += matrix.stored_weight.size if isinstance(matrix.stored_weight, Stored) else 0
+        layers.append(numbers)
     stored = model.head_variable.get_value()
     head = jax.eval_shape(functools.partial(head_of_step, model), jax.ShapeDtypeStruct(stored.shape, stored.dtype))
     copied = (head.shape, head.dtype) != (stored.shape, stored.dtype)
-    return _layer_bytes(model.layers, model, tokens) + copied * head.size * head.dtype.itemsize
+    return max(layers) * jnp.dtype(model.dtype).itemsize + copied * head.size * head.dtype.itemsize
 
 
 def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
