@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from jaxtune.conversations.messages import shows_pictures
 from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.qat.fake_quant import ROUNDINGS
 from jaxtune.models.registry import tower_config
 from jaxtune.train.config import ConfigError, DataConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.formats import refuse_media
@@ -54,7 +55,7 @@ def refusal(objective: Objective, qat: QatConfig | None) -> str | None:
     refused = {
         f"objective = {objective.label}": not objective.reads_pictures,
         str(objective.without_pictures): objective.without_pictures is not None,
-        f"qat.format = {qat and qat.format}": qat is not None,
+        f"qat.format = {qat and qat.format}": qat is not None and ROUNDINGS[qat.format].observed is not None,
     }
     key = next((key for key, holds in refused.items() if holds), None)
     return None if key is None else f"{key}: not supported yet in a run with pictures; {instead}"
