@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
         converts = objective.row_format is None and not objective.samples
         with timing.phase("rows", "first look"):
-            refused = refusal(objective, config.data, config.mesh, config.qat)
+            refused = refusal(objective, config.qat)
             pictures = reads_pictures(config.model, config.data, refused)
             require_readable(config.data, config.model, converts, pictures)
     from jaxtune.train.app import run as train

@@ -26,7 +26,7 @@ from jaxtune.train.data.rendering.packaged import missing_marks, packaged_that_f
 from jaxtune.train.data.rendering.templates import resolve_template
 
 # Unsloth's names of templates: (the packaged template, or None; a mark by which the tokenizer's own template is known).
-_LLAMA, _QWEN, _TURN = "<|start_header_id|>", "<|im_start|>", "<start_of_turn>"
+_LLAMA, _QWEN, _TURN, _TURN_4 = "<|start_header_id|>", "<|im_start|>", "<start_of_turn>", "<|turn>"
 _FAMILIES = {
     "chatml": ("chatml", _QWEN),
     "alpaca": ("alpaca", "### Instruction:"),
@@ -43,6 +43,9 @@ _FAMILIES = {
     "gemma-2": ("gemma", _TURN),
     "gemma-3": ("gemma-3", _TURN),
     "gemma3": ("gemma-3", _TURN),
+    "gemma-4": (None, _TURN_4),
+    "gemma4": (None, _TURN_4),
+    "gemma-4-thinking": (None, _TURN_4),
     "phi-3": ("phi-3", "<|assistant|>"),
     "phi-3.5": ("phi-3", "<|assistant|>"),
     "phi-35": ("phi-3", "<|assistant|>"),
@@ -150,10 +153,11 @@ def _read_conversation(
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
-    """Unsloth's: sets the tokenizer's chat template, in place.
+    """Unsloth's: sets the chat template of a tokenizer, or of a processor's, in place.
 
     If the tokenizer lacks the named template's special tokens, its own stays, which must have a mark of that family
-    ("[INST]" for llama); gpt-oss's own stays because it writes tools. ValueError: no template fits.
+    ("[INST]" for llama); gpt-oss's own stays because it writes tools, and a processor's because it writes pictures.
+    ValueError: no template fits.
       chat_template: a name of Unsloth's or of a packaged template, a .jinja file, Jinja text; or a pair that begins
         with one of these.
     """
@@ -161,11 +165,12 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
         chat_template = chat_template[0]  # a pair (template, end of a turn)
     name, mark = _FAMILIES.get(chat_template, (chat_template, None))
+    given, tokenizer = tokenizer, getattr(tokenizer, "tokenizer", tokenizer)
     has_mark = mark is not None and mark in (tokenizer.chat_template or "")
-    stays = has_mark and name in _KEPT
+    stays = has_mark and (name in _KEPT or given is not tokenizer)
     if mark is None or (name is not None and not stays and not missing_marks(tokenizer, name)):
         tokenizer.chat_template = asking_template(tokenizer, resolve_template(tokenizer, name))
-        return tokenizer
+        return given
     if not has_mark:
         fitting = ", ".join(map(repr, packaged_that_fit(tokenizer))) or "a tokenizer with the template's special tokens"
         raise ValueError(
@@ -173,7 +178,7 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
             f"{mark}. Use its own, {fitting}, or the text of a template"
         )
     say(f"get_chat_template: {chat_template!r} is the tokenizer's own template, which stays")
-    return tokenizer
+    return given
 
 
 def setup_chat_format[Model](

@@ -128,7 +128,7 @@ def text_tensor_name(name: str, tower: TowerConfig | None = None) -> str | None:
     if tower is not None:
         if f"model.{name}".startswith(tower.prefixes):  # as transformers 4 wrote Gemma 3's
             name = f"model.{name}"
-        loaded = _with_beginnings(name, {stored: name for name, stored in tower.stored_names})
+        loaded = _with_beginnings(name, {stored: name for name, stored in tower.stored_names.items()})
         if loaded.startswith(tower.prefixes):
             return loaded
     if name.startswith("visual."):
@@ -207,7 +207,7 @@ def _with_beginnings(name: str, changes: Mapping[str, str]) -> str:
 
 def stored_tensor_name(name: str, tower: TowerConfig | None) -> str:
     """The name of a tensor of the text model alone, or of its tower, in checkpoints of the whole model."""
-    return _with_beginnings(whole_tensor_name(name), {} if tower is None else dict(tower.stored_names))
+    return _with_beginnings(whole_tensor_name(name), {} if tower is None else tower.stored_names)
 
 
 def whole_tensor_name(name: str) -> str:

@@ -65,7 +65,7 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
     tower = tower_config(hf) if reads else None
     if reads and not config.data.patches_per_row:
         raise ConfigError("data.patches_per_row is not set: a plan without rows needs the patches of a row's pictures")
-    if reads and (words := refusal(objective, config.data, config.mesh, config.qat)):
+    if reads and (words := refusal(objective, config.qat)):
         raise ConfigError(words)
     shape, stored_in = config_from_hf(hf), weights_stored_in(hf)
     require_stated(f"model.path = {config.model.path!r}", hf, config.model.load_in)

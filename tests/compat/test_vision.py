@@ -16,6 +16,8 @@ from jaxtune.compat.model import CompatModel
 from jaxtune.compat.vision import Processor, _targets
 from jaxtune.models.generation.pictures import processor_of
 from jaxtune.models.lora import linears
+from tests.train import gemma_runs
+from tests.train.data.pictures import MARKS, TEMPLATE
 from tests.train.picture_runs import COLOURS, draw, write_model
 
 SCRIPTS = Path(__file__).parents[1]
@@ -51,6 +53,34 @@ def test_the_calls_of_unsloths_vision_notebook(places, monkeypatch, capsys):
     out = Path(places["OUT"])
     for folder in ("lora", "merged"):
         again, processor = compat.FastVisionModel.from_pretrained(str(out / folder), load_in_4bit=False)
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+        text = processor.apply_chat_template(messages, add_generation_prompt=True)
+        inputs = processor(images=[draw(COLOURS[0], 0)], text=[text], return_tensors="pt")
+        outputs = again.generate(inputs, max_new_tokens=6, do_sample=False)
+        said = processor.batch_decode(outputs[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        assert again.module.vision is not None and (folder == "merged" or said == [script["after"]])
+
+
+@pytest.mark.parametrize("name", ["gemma4", pytest.param("unified", marks=pytest.mark.full)])
+def test_the_calls_of_unsloths_gemma_4_vision_notebooks(places, tmp_path, monkeypatch, capsys, name):
+    template = TEMPLATE.replace("<|im_start|>", "<|turn>").replace("<|im_end|>", "<turn|>")
+    model = gemma_runs.write_model(tmp_path / "model", name, template)
+    hf = json.loads((model / "config.json").read_text())
+    hf["text_config"]["max_position_embeddings"] = 2048  # as the notebooks name no length
+    (model / "config.json").write_text(json.dumps(hf))
+    for key, value in (places | {"MODEL": str(model), "OUT": str(tmp_path)}).items():
+        monkeypatch.setenv(key, value)
+    script = runpy.run_path(str(SCRIPTS / "compat_gemma_vision_script.py"))
+    losses = [line["loss"] for line in script["trainer"].state.log_history if "loss" in line]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 1
+    assert script["before"] != script["after"] and script["trainer_stats"].metrics["train_runtime"] > 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "'gemma-4' is the tokenizer's own template, which stays" in said and script["after"] in said
+    assert script["processor"].chat_template == template.replace("".join(MARKS), MARKS[1])
+    adapted = {name for name, linear in linears(script["model"].module) if linear.lora is not None}
+    assert any("embed_vision" in name for name in adapted) and any(".layers." in name for name in adapted)
+    for folder in ("lora", "merged"):
+        again, processor = compat.FastVisionModel.from_pretrained(str(tmp_path / folder), load_in_4bit=False)
         messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
         text = processor.apply_chat_template(messages, add_generation_prompt=True)
         inputs = processor(images=[draw(COLOURS[0], 0)], text=[text], return_tensors="pt")

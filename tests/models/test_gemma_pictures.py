@@ -229,7 +229,7 @@ def with_vision(of=rows.GEMMA4, **changes):
     ("hf", "message"),
     [
         (with_vision(head_dim=22), r"vision_config\.head_dim = 22: turned by two axes, it must be a multiple of 4"),
-        (with_vision(attention_bias=True), r"vision_config\.attention_bias = True is not supported"),
+        (with_vision(attention_bias=True), r"vision_config\.attention_bias = true is not supported"),
         (with_vision(hidden_activation="relu"), r"vision_config\.hidden_activation 'relu' is not supported"),
         (with_vision(num_hidden_layers=0), r"vision_config\.num_hidden_layers = 0"),
         (with_vision(use_clipped_linears="yes"), r"vision_config\.use_clipped_linears = 'yes'"),

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import picture_rows
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import CONFIGS
 from tiny_models import adapted_model, golden_model, tiny_model
 
@@ -17,7 +20,7 @@ from jaxtune.models.config import LayerSpec, RopeConfig
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import plain_layer
 from jaxtune.models.generation import sampler as sampler_module
-from jaxtune.models.generation.converted import Convertible
+from jaxtune.models.generation.converted import Convertible, picture_bytes
 from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
@@ -26,6 +29,7 @@ from jaxtune.models.generation.structure import flattened
 from jaxtune.models.lora import experts as experts_of
 from jaxtune.models.lora import freeze
 from jaxtune.models.lora import linears as linears_of
+from jaxtune.models.registry import config_from_hf, tower_config
 from jaxtune.pallas.formats import Stored
 
 
@@ -565,6 +569,52 @@ def test_prompts_are_prefilled_at_once_if_memory_is_left():
     # 1,000 bytes a token: the states of 4 x 500 tokens take twice as much, and their activations as well.
     found = [prefilled_at_once(plan, room, 500) for room in (None, 12_999_999, 13_000_000)]
     assert found == [500, 500, 2000]
+
+
+@given(
+    st.integers(1, 5000), st.none() | st.integers(1, 64), st.none() | st.integers(1, 4096), st.integers(10**5, 10**9)
+)
+def test_a_prefill_of_pictures_fits_beside_the_slots(size, slots, length, room):
+    def plan(size: int) -> SlotPlan | None:
+        try:
+            return plan_slots(
+                lambda slots, tokens: slots * tokens * 1000,
+                4096,
+                room,
+                slots,
+                length,
+                convertible=Convertible((10**6,) * 4, 0, 128),
+                prefix_bytes=10**6,
+                picture_bytes_of=lambda tokens: size * tokens,
+            )
+        except ValueError:
+            return None
+
+    text, pictures = plan(0), plan(size)
+    if slots and length:
+        assert pictures == text, "there is nothing to plan"
+    elif pictures is None or text is None:
+        assert pictures is None
+    else:
+        assert pictures.picture_bytes == size * pictures.length
+        used = pictures.bytes + pictures.converted_bytes + pictures.prefix_bytes + pictures.picture_bytes
+        assert used <= 0.9 * room
+        assert pictures.slots <= text.slots and "a prefill of pictures" in str(pictures)
+
+
+@pytest.mark.parametrize("hf", [picture_rows.HF, picture_rows.GEMMA4, picture_rows.UNIFIED, picture_rows.GEMMA3])
+def test_the_memory_of_a_prefill_of_pictures_grows_with_its_patches(hf):
+    model = Decoder(config_from_hf(hf["text_config"]), jax.random.key(0), "bfloat16", tower_config(hf))
+    tower, (structure, leaves) = model.vision.config, flattened(model)
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    one, two = (picture_bytes(structure, shapes, tokens) for tokens in (64, 128))
+    assert 1.9 * one < two <= 2 * one
+    patches = 64 * tower.merge_size**2 * tower.patch_numbers
+    assert one > 4 * patches + 2 * 64 * tower.out_size
+    assert Sampler(model, slots=2, length=64).plan.picture_bytes == 0, "free memory is not known"
+    model.vision = None
+    structure, leaves = flattened(model)
+    assert picture_bytes(structure, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves), 64) == 0
 
 
 def test_slots_and_length_follow_from_the_memory_left():

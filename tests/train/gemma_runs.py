@@ -37,11 +37,11 @@ KINDS = {
 }
 
 
-def write_model(folder: Path, name: str = "gemma4") -> Path:
+def write_model(folder: Path, name: str = "gemma4", template: str = TEMPLATE) -> Path:
     """A folder of a model with random weights."""
     of, settings = KINDS[name]
     written = MARKS[0 if of["model_type"] == "gemma3" else 1]  # for which the processor writes the others
-    tokenizer = picture_tokenizer(TEMPLATE.replace("".join(MARKS), written))
+    tokenizer = picture_tokenizer(template.replace("".join(MARKS), written))
     before, image, after = map(tokenizer.convert_tokens_to_ids, MARKS)
     end = "index" if of["model_type"] == "gemma3" else "id"
     ids = {f"boi_token_{end}": before, f"image_token_{end}": image, f"eoi_token_{end}": after}

@@ -19,7 +19,9 @@ from tests.train.data.pictures import MARKS, SETTINGS, picture_tokenizer
 COLOURS = ("red", "green", "blue", "white")
 
 
-def write_model(folder: Path, of: Mapping[str, Any] = picture_rows.HF) -> Path:
+def write_model(
+    folder: Path, of: Mapping[str, Any] = picture_rows.HF, seed: int = 0, settings: Mapping[str, Any] = SETTINGS
+) -> Path:
     """A folder of a model with random weights. of: its config.json, but for the vocabulary."""
     tokenizer = picture_tokenizer()
     tokens = dict(zip(("vision_start", "image", "vision_end"), MARKS, strict=True))
@@ -28,8 +30,8 @@ def write_model(folder: Path, of: Mapping[str, Any] = picture_rows.HF) -> Path:
     config = folder.with_name(f"{folder.name}_config")
     config.mkdir(parents=True)
     (config / "config.json").write_text(json.dumps(hf))
-    (config / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
-    model = shaken(model_from_config(config, jax.random.key(0), "float32", pictures=True))
+    (config / "preprocessor_config.json").write_text(json.dumps(settings))
+    model = shaken(model_from_config(config, jax.random.key(seed), "float32", pictures=True))
     save_pretrained(model, folder, tokenizer)
     return folder
 

@@ -42,6 +42,21 @@ def losses(run):
 
 
 @pytest.mark.parametrize(
+    "name", ["gemma4", *(pytest.param(name, marks=pytest.mark.full) for name in ("unified", "gemma3"))]
+)
+def test_weights_that_devices_divide_have_the_losses_of_whole_ones(tmp_path, name):
+    runs = []
+    for number, mesh in enumerate((None, {"fsdp": 2})):
+        (folder := tmp_path / str(number)).mkdir()
+        _, run = run_of(folder, name, mesh=mesh, model={"tower": "all"}, steps=3, export={"merged": True})
+        weights = load_file(next((run / "merged").glob("*.safetensors")))
+        runs.append((losses(run), {key: value.shape for key, value in weights.items()}))
+    (whole, tensors), (divided, others) = runs
+    np.testing.assert_allclose(whole, divided, rtol=1e-4)
+    assert tensors == others
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         dict(adapter={"r": 4}, export={"merged": True}),

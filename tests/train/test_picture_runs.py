@@ -14,11 +14,23 @@ from safetensors.numpy import load_file
 
 from jaxtune import cli
 from jaxtune.models.hf import Pretrained
+from jaxtune.models.lora import matrices
+from jaxtune.models.stack.residual_plan import KEEP, ResidualPlan
+from jaxtune.models.vision.pictures import Pictures
+from jaxtune.train.config import MeshConfig
 from jaxtune.train.config.file import load_config
 from jaxtune.train.data.packing.answers import SAMPLED_LOGPS
+from jaxtune.train.objectives.distillation import generalized_jsd
 from jaxtune.train.objectives.policy import log_probs_of
+from jaxtune.train.objectives.teachers import without_teacher
+from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec.loading import loading
 from jaxtune.train.trainer import Trainer
+from tests.train.data.pictures import SETTINGS
 from tests.train.picture_runs import COLOURS, write_model, write_rows
 
 STEPS = 24
@@ -228,13 +240,17 @@ def test_the_plan_counts_the_patches_of_held_out_rows(tmp_path, places):
         assert costs.held_out_bytes == 2 * sum(array.nbytes for array in batch.pictures.values())
 
 
-@pytest.mark.parametrize("changes", [{"micro_batches": 2}, {"mesh": {"data": 2}}, {"adapter": None}])
+MESHES = [{"mesh": {"data": 2}}, {"mesh": {"data": 4, "fsdp": 2}, "rows_per_step": 8}, {"mesh": {"fsdp": 4}}]
+
+
+@pytest.mark.parametrize("changes", [{"micro_batches": 2}, *MESHES, {"adapter": None}])
 def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
     runs = []
     for number, divided in enumerate(({}, changes)):
         folder = tmp_path / str(number)
         folder.mkdir()
         settings = dict(model={"tower": "all"}, adapter={"r": 2}, steps=3)
+        settings |= {"rows_per_step": changes.get("rows_per_step", 4)}
         if "adapter" in changes:  # all weights: a tower that trains beside one that does not
             settings = dict(model={"tower": "all" if divided else "frozen"}, steps=3)
         runs.append(losses(train(folder, places, **(settings | divided))))
@@ -242,6 +258,83 @@ def test_divided_rows_have_the_losses_of_whole_steps(tmp_path, places, changes):
         assert runs[0][0] == runs[1][0] and runs[0][1:] != runs[1][1:]
     else:
         np.testing.assert_allclose(runs[0], runs[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("tower", ["frozen", "all"])
+def test_weights_of_the_text_are_rounded_and_none_of_the_tower(tmp_path, places, tower):
+    settings = dict(model={"tower": tower}, adapter={"r": 2}, qat="int4")
+    given = trainer_of(tmp_path, places, **settings).model.prepared
+    rounded = {name for name, matrix in matrices(given) if matrix.fake_quant is not None}
+    assert rounded and not any("visual" in name for name in rounded)
+    run = train(tmp_path, places, **settings, steps=8, export={"merged": True})
+    (tmp_path / "plain").mkdir()
+    made, plain = losses(run), losses(train(tmp_path / "plain", places, **(settings | {"qat": None}), steps=1))
+    assert made[-1] < made[0] and made[0] != plain[0]
+    before, after = (load_file(folder / "model.safetensors") for folder in (places["model"], run / "merged"))
+    changed = {name for name in after if (after[name] != before[name]).any()}
+    stored = {f"{name.replace('model.', 'model.language_model.', 1)}.weight" for name in rounded}
+    assert before.keys() == after.keys() and stored <= changed
+    assert any("visual" in name for name in changed) == (tower == "all")
+
+
+@pytest.mark.parametrize("tower", ["frozen", "all"])
+def test_a_teacher_sees_the_pictures_of_its_student(tmp_path, places, tower):
+    """The first loss is the divergence of two forwards; another picture is another one."""
+    teacher = write_model(tmp_path / "teacher", seed=1)
+    objective = {"name": "distill", "teacher": str(teacher), "on_policy": 0.0, "beta": 0.5}
+    settings = dict(objective=objective, model={"tower": tower}, adapter={"r": 2})
+    with loading(load_config(str(recipe(tmp_path, places, **settings))), trains=False) as (_, _, student):
+        batch = trainer_of(tmp_path, places, **settings).batches.batch_at(0)
+
+    def divergence(batch) -> float:
+        pictures = Pictures(**batch.pictures)
+        logits = [
+            model(batch.tokens, batch.segment_ids, batch.positions, pictures=pictures)
+            for model in (without_teacher(student), student.teacher)
+        ]
+        losses = generalized_jsd(*logits, beta=0.5)
+        return float((losses * batch.weights).sum() / batch.weights.sum())
+
+    expected = divergence(batch)
+    made = losses(train(tmp_path, places, **settings, steps=8))
+    np.testing.assert_allclose(made[0], expected, rtol=1e-4)
+    assert made[-1] < 0.7 * made[0]
+    dark = {**batch.pictures, "patches": -batch.pictures["patches"]}
+    assert abs(divergence(dataclasses.replace(batch, pictures=dark)) - expected) > 20 * 1e-4 * expected
+
+
+def test_the_plan_of_a_teacher_with_a_tower(tmp_path, places):
+    objective = {"name": "distill", "teacher": str(places["model"]), "on_policy": 0.0}
+    settings = dict(data={"patches_per_row": 64, "length": 128}, adapter={"r": 2}, micro_batches=1)
+    config = load_config(str(recipe(tmp_path, places, objective=objective, **settings)))
+    with loading(config, trains=False) as (_, _, student):
+        spec = StepSpec.of(config, tower=student.vision.config)
+        shapes = abstract_model(student.config, spec.model)
+    costs = step_cost(student, spec)
+    assert costs.teacher.tower.patches == costs.tower.patches == 64
+    assert costs.fixed["teacher's weights"] == costs.fixed["frozen weights"], "it is the student's base"
+    assert step_cost(shapes, spec).fixed == costs.fixed
+    card, plan = find_device("H100"), StepPlan(ResidualPlan.uniform(KEEP, 2), 1, 128)
+    seconds = forecast(costs, plan, card).device_seconds
+    blind = dataclasses.replace(costs, teacher=dataclasses.replace(costs.teacher, tower=None))
+    assert seconds > forecast(blind, plan, card).device_seconds
+
+
+def test_the_plan_of_a_divided_tower(tmp_path, places):
+    """Weights that devices divide are whole where their layer runs, and their gradients until they are summed."""
+    settings = dict(data={"patches_per_row": 64, "length": 128}, model={"tower": "all"}, micro_batches=1)
+    config = load_config(str(recipe(tmp_path, places, **settings, rows_per_step=8)))
+    with loading(config, trains=False) as (_, _, model):
+        whole, divided = (
+            step_cost(
+                model, StepSpec.of(dataclasses.replace(config, mesh=MeshConfig(*mesh)), tower=model.vision.config)
+            )
+            for mesh in ((8, 1), (1, 8))
+        )
+    assert whole.tower.parts.gathered_bytes == (0.0, 0.0, 0.0)
+    matrices = [sum(math.prod(m.sizes) for *_, m in layer.matrices()) for layer in model.vision.layers]
+    _, forward, backward = divided.tower.parts.gathered_bytes
+    assert forward >= 2 * 4 * max(matrices) and backward == forward + 8 * max(matrices)
 
 
 REWARDS = """
@@ -347,8 +440,26 @@ REFUSED = {
         "objective.tools or environment_factory: not supported yet in a run with pictures",
     ),
     "objective": (dict(objective="reward"), "objective = reward: not supported yet in a run with pictures"),
-    "weights divided": (dict(mesh={"fsdp": 2}), "mesh.fsdp = 2: not supported yet in a run with pictures"),
-    "rounded": (dict(adapter={"r": 2}, qat="int4"), "qat.format = int4: not supported yet in a run with pictures"),
+    "sampled from the student": (
+        dict(objective={"name": "distill", "teacher": "base"}, adapter={"r": 2}),
+        "objective.on_policy = 1.0: not supported yet in a run with pictures",
+    ),
+    "stored teacher": (
+        dict(objective={"name": "distill", "teacher": "TEACHER", "on_policy": 0.0, "teacher_top_k": 4}),
+        "objective.teacher_top_k: not supported yet in a run with pictures",
+    ),
+    "teacher without a tower": (
+        dict(objective={"name": "distill", "teacher": "BLIND", "on_policy": 0.0}),
+        "pictures of a 'qwen3_5_text' model are not supported",
+    ),
+    "teacher of other pictures": (
+        dict(objective={"name": "distill", "teacher": "OTHER", "on_policy": 0.0}),
+        "its image processor cuts pictures otherwise than the student's",
+    ),
+    "activations rounded": (
+        dict(adapter={"r": 2}, qat="nvfp4-nvfp4"),
+        "qat.format = nvfp4-nvfp4: not supported yet in a run with pictures",
+    ),
     "no pictures wanted": (dict(model={"pictures": False}), "a part of the type image in content; only text can be"),
     "no tower to train": (
         dict(model={"pictures": False, "tower": "all"}),
@@ -373,18 +484,28 @@ def test_what_cannot_be_is_refused_by_name_before_weights_are_read(tmp_path, pla
     missing.write_text(places["rows"].read_text().replace('.png"', '_.png"'))
     text = json.dumps(changes).replace("HELD_OUT", str(places["held_out"])).replace("MISSING", str(missing))
     text = text.replace("TEXT", str(places["text"])).replace("FOLDER", str(tmp_path))
+    text = text.replace("TEACHER", str(places["model"]))
+    if "OTHER" in text:
+        brighter = SETTINGS | {"image_mean": [0.4, 0.4, 0.4]}
+        text = text.replace("OTHER", str(write_model(tmp_path / "other", settings=brighter)))
+    text = text.replace("BLIND", str(text_model(tmp_path, places)))
     (tmp_path / "tools.py").write_text(TOOL)
     monkeypatch.setattr(Pretrained, "load", lambda *_: pytest.fail("weights were read"))
     assert cli.main(["train", str(recipe(tmp_path, places, **json.loads(text)))]) == cli.USER_ERROR
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_without_a_tower_or_its_processor_says_so(tmp_path, places, capsys):
+def text_model(folder, places):
+    """A folder that says it has no tower."""
     config = json.loads((places["model"] / "config.json").read_text())
+    shutil.copytree(places["model"], folder / "alone")
     text = {"architectures": ["Qwen3_5ForCausalLM"], **config["text_config"]}
-    alone = tmp_path / "alone"
-    shutil.copytree(places["model"], alone)
-    (alone / "config.json").write_text(json.dumps(text))
+    (folder / "alone" / "config.json").write_text(json.dumps(text))
+    return folder / "alone"
+
+
+def test_a_model_without_a_tower_or_its_processor_says_so(tmp_path, places, capsys):
+    alone = text_model(tmp_path, places)
     asked = recipe(tmp_path, places, model={"path": str(alone), "pictures": True})
     assert cli.main(["train", str(asked)]) == cli.USER_ERROR
     assert "model.pictures = true: pictures of a 'qwen3_5_text' model are not" in capsys.readouterr().err

@@ -7,18 +7,21 @@ layer's linears are all decoded, because a step has the fewest kernels then.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.structure import Structure, structure_of
+from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, frozen
 from jaxtune.pallas.formats import Stored
@@ -108,6 +111,44 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
         ]
         for layer in layers
     ]
+
+
+@functools.lru_cache(32)
+def picture_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], tokens: int) -> int:
+    """Device bytes that a prefill takes beside weights and states if all `tokens` tokens of a prompt are of pictures:
+    it is one program. 0 for a model without a tower.
+
+    structure, shapes: as of `convertible_of`.
+    """
+    model = structure.model(shapes)
+    if (tower := model.vision) is None:
+        return 0
+    config, itemsize = tower.config, jnp.dtype(model.dtype).itemsize
+    patches = tokens * config.merge_size**2
+    merging = max(sum(sum(getattr(each, name).sizes) for name in each.matrices) for _, each in tower.mergers)
+    states = (len(tower.mergers) - 1) * patches * config.blocks.hidden_size  # that are merged, too
+    cast = patches * config.patch_numbers
+    of_tower = states + max(cast, _layer_numbers(tower.layers, config.blocks, patches), tokens * merging)
+    features = tokens * len(tower.mergers) * config.out_size
+    numbers = features + max(of_tower, _layer_numbers(model.layers, model.config, tokens))
+    return 4 * cast + itemsize * numbers
+
+
+def _layer_numbers(layers: Iterable[Block], config: DecoderConfig, tokens: int) -> int:
+    """Of a layer's forward at its peak: the outputs of a mixer's or feed-forward's linears, a weight that is decoded,
+    and three values of the residual stream.
+    """
+    most = 0
+    for layer in layers:
+        numbers, decoded_weight = collections.Counter[str](), 0
+        for module, _, matrix in layer.matrices():
+            many = config.moe.experts_per_token if matrix.num_experts and config.moe is not None else 1
+            numbers[module] += tokens * many * matrix.sizes[-2]
+            weight = matrix.stored_weight
+            if isinstance(weight, Stored) and not matrix.num_experts:
+                decoded_weight = max(decoded_weight, weight.size)
+        most = max(most, max(numbers.values()) + decoded_weight + 3 * tokens * config.hidden_size)
+    return most
 
 
 def _buffer_bytes(model: Decoder, tokens: int) -> int:

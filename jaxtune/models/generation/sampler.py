@@ -29,7 +29,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapter
-from jaxtune.models.generation.converted import Converted, convertible_of
+from jaxtune.models.generation.converted import Converted, convertible_of, picture_bytes
 from jaxtune.models.generation.limits import MOST_BIASES
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
@@ -209,6 +209,7 @@ class Sampler:
             most_slots,
             None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
             0 if prefix_bytes is None else prefix_bytes,
+            lambda tokens: picture_bytes(self._structure, self._shapes, tokens),
         )
         self.plan = dataclasses.replace(self.plan, adapter_bytes=adapter_bytes)
         self._programs = device.programs_of(deterministic, self.plan.slots)

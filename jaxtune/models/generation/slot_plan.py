@@ -59,13 +59,15 @@ class SlotPlan:
     converted_layers: int = 0
     adapter_bytes: int = 0  # device bytes of a sampler's adapters, or that stay free for them
     prefix_bytes: int = 0  # device bytes for the states of prompts' beginnings
+    picture_bytes: int = 0  # device bytes of the prefill of a row of pictures alone
 
     def __str__(self) -> str:
         size = self.converted_bytes / 1e9
         converted = f", layers converted once: {self.converted_layers}, {size:.2f} GB" if self.converted_layers else ""
         adapters = f", adapters: {self.adapter_bytes / 1e9:.2f} GB" if self.adapter_bytes else ""
         prefixes = f", beginnings of prompts: {self.prefix_bytes / 1e9:.2f} GB" if self.prefix_bytes else ""
-        more = f"{converted}{adapters}{prefixes}"
+        pictures = f", a prefill of pictures: {self.picture_bytes / 1e9:.2f} GB" if self.picture_bytes else ""
+        more = f"{converted}{adapters}{prefixes}{pictures}"
         return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{more}"
 
 
@@ -88,7 +90,7 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, d
     positions.
 
       model: arrays or jax.ShapeDtypeStructs.
-      room_bytes: free device memory.
+      room_bytes: free device memory, less that of a prefill with pictures.
       length: tokens of a row, prompt and answer.
       most_slots: more are not tried.
       deterministic: no layers are converted.
@@ -114,6 +116,7 @@ def plan_slots(
     most_slots: int = SLOTS,
     convertible: Convertible | None = None,
     prefix_bytes: int = 0,
+    picture_bytes_of: Callable[[int], int] = lambda tokens: 0,
 ) -> SlotPlan:
     """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
     256 tokens, doubled as long as they fit and the model has positions. If enough slots decode (converted.LEAST_ROWS),
@@ -127,6 +130,8 @@ def plan_slots(
       most_slots: more are not tried.
       convertible: layers that can be converted to a faster format; None: none.
       prefix_bytes: the most for states of prompts' beginnings.
+      picture_bytes_of: tokens of a row -> bytes of its prefill beside its states, if all are of pictures; counted
+        unless slots and length are fixed.
 
     Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
     """
@@ -139,10 +144,21 @@ def plan_slots(
         raise ValueError(f"Sampler: length = {length}: the model has {positions} positions")
     room = float("inf") if room_bytes is None else room_bytes * (1 - _SPARED)
     all_room, reserved = room, prefix_bytes if length is None else 0
-    plan = _planned(bytes_of, positions, room, slots, length, most_slots, reserved)
+
+    def counted(tokens: int) -> int:
+        return 0 if room_bytes is None or (slots and length) else picture_bytes_of(tokens)
+
+    def needed(count: int, tokens: int) -> int:
+        return bytes_of(count, tokens) + counted(tokens)
+
+    def planned(room: float, slots: int | None, reserved: int = 0) -> SlotPlan:
+        count, tokens = _planned(needed, positions, room, slots, length, most_slots, reserved)
+        return SlotPlan(count, tokens, bytes_of(count, tokens), picture_bytes=counted(tokens))
+
+    plan = planned(room, slots, reserved)
 
     def with_prefixes(plan: SlotPlan) -> SlotPlan:
-        rest = all_room - plan.bytes - plan.converted_bytes
+        rest = all_room - plan.bytes - plan.converted_bytes - plan.picture_bytes
         return dataclasses.replace(plan, prefix_bytes=int(min(prefix_bytes, max(rest, 0))))
 
     if room_bytes is None or convertible is None or plan.slots < LEAST_ROWS:
@@ -151,10 +167,10 @@ def plan_slots(
     prefilled = plan.bytes / plan.slots * max(1.0, 2 * convertible.prefill_tokens / plan.length)
     room = min(room, room_bytes - convertible.buffer_bytes - prefilled) - reserved
     all_layers_bytes = sum(convertible.layers)
-    least = bytes_of(plan.slots, length or min(positions, _LEAST_LENGTH))
+    least = needed(plan.slots, length or min(positions, _LEAST_LENGTH))
     if 0 < all_layers_bytes <= min(room / 2, room - least):
-        plan = _planned(bytes_of, positions, room - all_layers_bytes, plan.slots, length, most_slots)
-    layers, size = convertible.within(room - plan.bytes)
+        plan = planned(room - all_layers_bytes, plan.slots)
+    layers, size = convertible.within(room - plan.bytes - plan.picture_bytes)
     return with_prefixes(dataclasses.replace(plan, converted_bytes=size, converted_layers=layers))
 
 
@@ -182,9 +198,9 @@ def _planned(
     length: int | None,
     most_slots: int,
     reserved: int = 0,
-) -> SlotPlan:
-    """plan_slots for `room` bytes, without converted weights. ValueError if not even one slot of the shortest length
-    fits. reserved: of them, for what gets nothing if the shortest rows need it.
+) -> tuple[int, int]:
+    """(slots, length) for `room` bytes, as plan_slots without converted weights. ValueError if not even one slot of the
+    shortest length fits. reserved: of them, for what gets nothing if the shortest rows need it.
     """
 
     def fits(slots: int, length: int) -> bool:
@@ -205,7 +221,7 @@ def _planned(
         if bytes_of(slot_count, longer) > room - reserved:
             break
         shortest = longer
-    return SlotPlan(slot_count, shortest, bytes_of(slot_count, shortest))
+    return slot_count, shortest
 
 
 def prefix_room(room: float | None) -> int:

@@ -66,5 +66,5 @@ class PlainMLP(nnx.Module):
         return sizes["up"] * (2 if "up" in sizes.recomputed else 1) + 3 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """The activation's output, its gradient and that of `up`, and three values of the residual stream."""
-        return Scratch(3 * sizes["up"], 3 * sizes["layer_input"], covers_mixer=False)
+        """The activation's output, its gradient and that of `up`, and the gradient of the output."""
+        return Scratch(3 * sizes["up"], sizes["layer_input"], covers_mixer=False)

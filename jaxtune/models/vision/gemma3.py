@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.layers.block import Block
 from jaxtune.models.norm import RMSNorm, norm_of
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.models.stack.stack import run_stack
 from jaxtune.models.vision.pictures import Pictures
-from jaxtune.models.vision.tower import PatchProjection, Tower, TowerConfig
+from jaxtune.models.vision.tower import Merging, PatchProjection, Tower, TowerConfig, drawn, layers_of
 from jaxtune.pallas.quant_matmul import quant_matmul
 
 _TOWER, _PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
-# {attributes from the Tower, or of its layers: their name in transformers' model}
-_NAMES = {
+_MODULES = {
     "projection": f"{_TOWER}.embeddings.patch_embedding",
     "positions": f"{_TOWER}.embeddings.position_embedding",
+    "layers": f"{_TOWER}.encoder.layers",
     "norm": f"{_TOWER}.post_layernorm",
     "merger.norm": f"{_PROJECTOR}.mm_soft_emb_norm",
     "merger.weight": f"{_PROJECTOR}.mm_input_projection_weight",
 }
-_LAYERS = {
+_WORDS = {
     "mixer": "self_attn",
     "mixer_norm": "layer_norm1",
     "mlp_norm": "layer_norm2",
@@ -37,40 +34,20 @@ _LAYERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3TowerConfig(TowerConfig):
-    """Raises ValueError for sizes that do not fit each other."""
+    """Raises ValueError for sizes that do not fit each other. A patch's numbers: (channel, row, column)."""
 
-    channels: int  # numbers of a pixel
+    prefixes = (f"{_TOWER}.", f"{_PROJECTOR}.")
+    stored_names = {_TOWER: f"{_TOWER}.vision_model"}
+    modules = _MODULES
+
+    words: tuple[tuple[str, str], ...] = tuple(_WORDS.items())
     side: int  # patches of a picture's side
 
     def __post_init__(self):
         if self.side % self.merge_size:
             raise ValueError(f"a picture's side of {self.side} patches is no multiple of a feature's {self.merge_size}")
-
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        return (f"{_TOWER}.", f"{_PROJECTOR}.")
-
-    @property
-    def stored_names(self) -> tuple[tuple[str, str], ...]:
-        return ((_TOWER, f"{_TOWER}.vision_model"),)
-
-    @property
-    def patch_numbers(self) -> int:
-        """In the order (channel, row, column)."""
-        return self.channels * self.patch_size**2
-
-    @property
-    def both_ways(self) -> Literal["all"]:
-        return "all"
-
-    def tensor_name(self, path: Sequence[object]) -> str:
-        words = tuple(map(str, path))
-        if words[0] == "layers":
-            return ".".join((f"{_TOWER}.encoder.layers", *(_LAYERS.get(word, word) for word in words[1:])))
-        count = 2 if words[0] == "merger" else 1
-        return ".".join((_NAMES[".".join(words[:count])], *words[count:]))
 
     def make(self, key: jax.Array, dtype) -> Gemma3Tower:
         return Gemma3Tower(self, key, dtype)
@@ -80,9 +57,8 @@ class Positions(nnx.Module):
     """A learned vector of each patch, row by row: weight [side * side, hidden]."""
 
     def __init__(self, config: Gemma3TowerConfig, key: jax.Array, dtype):
-        self.side, shape = config.side, (config.side**2, config.blocks.hidden_size)
-        weight = jax.random.normal(key, shape, jnp.float32) * config.blocks.initializer_range
-        self.weight: nnx.Variable = nnx.Param(weight.astype(dtype))
+        self.side, blocks = config.side, config.blocks
+        self.weight = drawn((config.side**2, blocks.hidden_size), blocks.initializer_range, key, dtype)
 
     def __call__(self, coordinates: jax.Array) -> jax.Array:
         """float32[B, P, hidden]. coordinates: int32[B, P, 2], as in Pictures."""
@@ -90,16 +66,13 @@ class Positions(nnx.Module):
         return table[coordinates[..., 0] * self.side + coordinates[..., 1]]
 
 
-class Projector(nnx.Module):
+class Projector(Merging):
     """norm(the mean of a block's patches) @ weight [hidden, out_size]: [B, P, hidden] -> [B, P / merge^2, out_size]."""
-
-    matrices = ()
 
     def __init__(self, config: Gemma3TowerConfig, key: jax.Array, dtype):
         self.block, blocks = config.merge_size**2, config.blocks
         self.norm = RMSNorm(blocks.hidden_size, blocks.norm_eps, 1.0, dtype)
-        weight = jax.random.normal(key, (blocks.hidden_size, config.out_size), jnp.float32) * blocks.initializer_range
-        self.weight: nnx.Variable = nnx.Param(weight.astype(dtype))
+        self.weight = drawn((blocks.hidden_size, config.out_size), blocks.initializer_range, key, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         count = x.shape[1] // self.block
@@ -118,26 +91,16 @@ class Gemma3Tower(Tower):
     def __init__(self, config: Gemma3TowerConfig, key: jax.Array, dtype):
         self.config, blocks = config, config.blocks
         keys = jax.random.split(key, blocks.num_layers + 3)
-        shape, std = (
-            (blocks.hidden_size, config.channels, config.patch_size, config.patch_size),
-            blocks.initializer_range,
-        )
-        self.projection = PatchProjection(shape, std, keys[0], dtype)
+        shape = (blocks.hidden_size, config.channels, config.patch_size, config.patch_size)
+        self.projection = PatchProjection(shape, blocks.initializer_range, keys[0], dtype)
         self.positions = Positions(config, keys[1], dtype)
-        layers = [Block(blocks, spec, k, dtype) for spec, k in zip(blocks.layers, keys[3:], strict=True)]
-        self.layers = nnx.List(layers)
+        self.layers = layers_of(blocks, keys[3:], dtype)
         self.norm = norm_of(blocks, blocks.hidden_size, dtype)
         self.merger = Projector(config, keys[2], dtype)
-        for _, linear in self.linears():
-            linear.quantizable = False
 
     @property
     def unadapted(self) -> list[str]:
         return [self.config.tensor_name(("projection",))]  # a convolution
-
-    @property
-    def mergers(self) -> list[tuple[tuple, Projector]]:
-        return [(("merger",), self.merger)]
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None

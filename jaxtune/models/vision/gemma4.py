@@ -6,43 +6,47 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.config import DecoderConfig
-from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import Clips, Linear, NeverTrained
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.models.stack.stack import run_stack
 from jaxtune.models.vision.pictures import Pictures
-from jaxtune.models.vision.tower import Tower, TowerConfig
+from jaxtune.models.vision.tower import (
+    Merging,
+    Tower,
+    TowerConfig,
+    axis_positions,
+    drawn,
+    layers_of,
+    outer_linear,
+)
 from jaxtune.pallas.normed_heads import inverse_rms
 
 _TOWER = "model.vision_tower"
-_POSITIONS = f"{_TOWER}.patch_embedder.position_embedding_table"
-# {attributes from the Tower: their name in checkpoints}
-_NAMES = {
-    ("projection",): f"{_TOWER}.patch_embedder.input_proj",
-    ("positions", "weight"): _POSITIONS,
-    ("merger", "projection"): "model.embed_vision.embedding_projection",
-    ("merger", "bias"): f"{_TOWER}.std_bias",
-    ("merger", "scale"): f"{_TOWER}.std_scale",
+_MODULES = {
+    "projection": f"{_TOWER}.patch_embedder.input_proj",
+    "positions.weight": f"{_TOWER}.patch_embedder.position_embedding_table",
+    "layers": f"{_TOWER}.encoder.layers",
+    "merger.projection": "model.embed_vision.embedding_projection",
+    "merger.bias": f"{_TOWER}.std_bias",
+    "merger.scale": f"{_TOWER}.std_scale",
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4TowerConfig(TowerConfig):
-    """Raises ValueError for sizes that do not fit each other."""
+    """Raises ValueError for sizes that do not fit each other. A patch's numbers: (row, column, channel)."""
+
+    prefixes = (f"{_TOWER}.", "model.embed_vision.")
+    modules = _MODULES
 
     positions: int  # learned ones of each axis
     clipped: bool  # the layers' linears clamp their inputs and outputs
     standardised: bool  # means are shifted and scaled by numbers of the checkpoint
-    names: tuple[tuple[str, str], ...]  # (attribute of a layer, its name in checkpoints) where they differ
-    pad_token: int
-    looks: Literal["windows"] | None  # both_ways
 
     def __post_init__(self):
         if self.blocks.head_dim % 4:
@@ -50,33 +54,11 @@ class Gemma4TowerConfig(TowerConfig):
                 f"vision_config.head_dim = {self.blocks.head_dim}: turned by two axes, it must be a multiple of 4"
             )
 
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        return (f"{_TOWER}.", "model.embed_vision.")
-
-    @property
-    def patch_numbers(self) -> int:
-        """In the order (row, column, channel)."""
-        return 3 * self.patch_size**2
-
-    @property
-    def placeholder(self) -> int:
-        return self.pad_token
-
-    @property
-    def both_ways(self) -> Literal["windows"] | None:
-        return self.looks
-
     def tensor_name(self, path: Sequence[object]) -> str:
-        words = tuple(map(str, path))
-        if words[0] != "layers":
-            head = words[: 1 if words[:1] in _NAMES else 2]
-            return ".".join((_NAMES[head], *words[len(head) :]))
-        names = dict(self.names)
-        words = [names.get(word, word) for word in words[1:]]
-        if len(words) > 2 and words[2].endswith("_proj"):  # a linear is within the module that clamps
-            words[3:4] = [] if words[3:4] == ["clips"] else ["linear", *words[3:4]]
-        return ".".join((f"{_TOWER}.encoder.layers", *words))
+        words = list(map(str, path))
+        if words[0] == "layers" and words[3:] and words[3].endswith("_proj"):  # within the module that clamps
+            words[4:5] = [] if words[4:5] == ["clips"] else ["linear", *words[4:5]]
+        return super().tensor_name(words)
 
     def make(self, key: jax.Array, dtype) -> Gemma4Tower:
         return Gemma4Tower(self, key, dtype)
@@ -87,16 +69,13 @@ class AxisPositions(nnx.Module):
 
     def __init__(self, config: Gemma4TowerConfig, key: jax.Array, dtype):
         shape = (2, config.positions, config.blocks.hidden_size)
-        weight = jax.random.normal(key, shape, jnp.float32) * config.blocks.initializer_range
-        self.weight: nnx.Variable = nnx.Param(weight.astype(dtype))
+        self.weight = drawn(shape, config.blocks.initializer_range, key, dtype)
 
     def __call__(self, coordinates: jax.Array) -> jax.Array:
-        """float32[B, P, hidden]. coordinates: int32[B, P, 2], as in Pictures."""
-        columns, rows = self.weight[...].astype(jnp.float32)  # so that gradients of a vector are summed in float32
-        return columns[coordinates[..., 1]] + rows[coordinates[..., 0]]
+        return axis_positions(self.weight[0], self.weight[1], coordinates)
 
 
-class Pooler(nnx.Module):
+class Pooler(Merging):
     """projection(norm(sqrt(hidden) * the mean of a block's patches)), the means standardised in between if `scale` and
     `bias` are there: [B, P, hidden] -> [B, P / merge^2, out_size]. The norm has no weight.
     """
@@ -126,14 +105,6 @@ def unit_norm(x: jax.Array, eps: float) -> jax.Array:
     return (wide * inverse_rms(wide, eps)).astype(x.dtype)
 
 
-def outer_linear(config: DecoderConfig, in_size: int, out_size: int, key: jax.Array, dtype, bias=False) -> Linear:
-    """A linear outside of a stack, whose weight has no logical axes, because no device divides it."""
-    linear = Linear(in_size, out_size, bias=bias, std=config.initializer_range, key=key, dtype=dtype)
-    linear.weight = nnx.Param(linear.weight.get_value())
-    linear.quantizable = False
-    return linear
-
-
 class Gemma4Tower(Tower):
     """A projection of patches, positions, layers in which the patches of a picture see each other, turned by column and
     row, and a Pooler.
@@ -146,13 +117,10 @@ class Gemma4Tower(Tower):
         keys = jax.random.split(key, blocks.num_layers + 3)
         self.projection = outer_linear(blocks, config.patch_numbers, blocks.hidden_size, keys[0], dtype)
         self.positions = AxisPositions(config, keys[1], dtype)
-        layers = [Block(blocks, spec, k, dtype) for spec, k in zip(blocks.layers, keys[3:], strict=True)]
-        for layer in layers:
+        self.layers = layers_of(blocks, keys[3:], dtype)
+        for layer in self.layers if config.clipped else ():
             for _, _, linear in layer.matrices():
-                linear.quantizable = False
-                if config.clipped:
-                    linear.clips = Clips(dtype)
-        self.layers = nnx.List(layers)
+                linear.clips = Clips(dtype)
         self.merger = Pooler(config, keys[2], dtype)
 
     @property
@@ -164,10 +132,6 @@ class Gemma4Tower(Tower):
 
     def inputs(self, patches: jax.Array, dtype) -> jax.Array:
         return (2.0 * (patches - 0.5)).astype(dtype)
-
-    @property
-    def mergers(self) -> list[tuple[tuple, Pooler]]:
-        return [(("merger",), self.merger)]
 
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None

@@ -7,31 +7,42 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.layers.block import Block
-from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
 from jaxtune.models.stack.residual_plan import ResidualPlan
 from jaxtune.models.stack.stack import run_in_parts
 from jaxtune.models.vision.pictures import Pictures
-from jaxtune.models.vision.tower import PatchProjection, Tower, TowerConfig
+from jaxtune.models.vision.tower import Merging, PatchProjection, Tower, TowerConfig, drawn, layers_of, outer_linear
 from jaxtune.pallas.gated import ACTIVATIONS
 
+_WORDS = {
+    "projection": "patch_embed.proj",
+    "positions": "pos_embed",
+    "layers": "blocks",
+    "mixer": "attn",
+    "mixer_norm": "norm1",
+    "mlp_norm": "norm2",
+    "qkv_proj": "qkv",
+    "o_proj": "proj",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+    "deep_mergers": "deepstack_merger_list",
+}
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenTowerConfig(TowerConfig):
-    """Raises ValueError for sizes that do not fit each other."""
+    """Raises ValueError for sizes that do not fit each other. A patch's numbers: (channel, frame, row, column)."""
 
-    channels: int  # numbers of a pixel
-    frames: int  # pictures of a patch; a still picture is there twice
+    prefixes = ("model.visual.",)
+    modules = {"": "model.visual"}
+
+    words: tuple[tuple[str, str], ...] = tuple(_WORDS.items())
     positions: int  # rows of the table of learned positions, a square
-    prefix: str  # of its tensors' names in checkpoints, such as "model.visual"
-    names: tuple[tuple[str, str], ...]  # (attribute, its name in checkpoints) where they differ
     # ascending indices of layers whose outputs are merged, too: the i-th features are added after text layer i
     deep: tuple[int, ...] = ()
 
@@ -52,21 +63,8 @@ class QwenTowerConfig(TowerConfig):
         """Learned positions of a side."""
         return math.isqrt(self.positions)
 
-    @property
-    def patch_numbers(self) -> int:
-        """The numbers of a patch, in the order (channel, frame, row, column)."""
-        return self.channels * self.frames * self.patch_size**2
-
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        return (f"{self.prefix}.",)
-
     def make(self, key: jax.Array, dtype) -> QwenTower:
         return QwenTower(self, key, dtype)
-
-    def tensor_name(self, path: Sequence[object]) -> str:
-        names = dict(self.names)
-        return ".".join((self.prefix, *(names.get(str(word), str(word)) for word in path)))
 
 
 class LearnedPositions(nnx.Module):
@@ -76,8 +74,7 @@ class LearnedPositions(nnx.Module):
 
     def __init__(self, config: QwenTowerConfig, key: jax.Array, dtype):
         shape = (config.positions, config.blocks.hidden_size)
-        weight = jax.random.normal(key, shape, jnp.float32) * config.blocks.initializer_range
-        self.weight: nnx.Variable = nnx.Param(weight.astype(dtype))
+        self.weight = drawn(shape, config.blocks.initializer_range, key, dtype)
 
     def __call__(self, grids: jax.Array, coordinates: jax.Array) -> jax.Array:
         """float32[B, P, hidden]. grids, coordinates: int32[B, P, 2], as in Pictures."""
@@ -96,7 +93,7 @@ class LearnedPositions(nnx.Module):
         return total
 
 
-class Merger(nnx.Module):
+class Merger(Merging):
     """down(gelu(up(the normed patches of a block, joined))): [B, P, hidden] -> [B, P / merge^2, out_size].
 
     norms_joined: whether the norm is over a joined block, not over each patch.
@@ -109,14 +106,8 @@ class Merger(nnx.Module):
         joined = blocks.hidden_size * config.merge_size**2
         self.norms_joined = norms_joined
         self.norm = norm_of(blocks, joined if norms_joined else blocks.hidden_size, dtype)
-
-        def drawn(k, out_size):
-            return Linear(joined, out_size, bias=True, std=blocks.initializer_range, key=k, dtype=dtype)
-
-        self.up_proj, self.down_proj = drawn(keys[0], joined), drawn(keys[1], config.out_size)
-        for linear in (self.up_proj, self.down_proj):
-            # Without logical axes, because no device divides a matrix that is used outside of a stack.
-            linear.weight = nnx.Param(linear.weight.get_value())
+        self.up_proj = outer_linear(blocks, joined, joined, keys[0], dtype, bias=True)
+        self.down_proj = outer_linear(blocks, joined, config.out_size, keys[1], dtype, bias=True)
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """key: draws the adapters' dropout masks; None: no dropout."""
@@ -141,20 +132,17 @@ class QwenTower(Tower):
         self.projection = PatchProjection(shape, config.blocks.initializer_range, keys[0], dtype)
         self.positions = LearnedPositions(config, keys[1], dtype)
         blocks = config.blocks
-        layers = [Block(blocks, spec, k, dtype) for spec, k in zip(blocks.layers, keys[3:], strict=True)]
-        self.layers = nnx.List(layers)
+        self.layers = layers_of(blocks, keys[3:], dtype)
         self.merger = Merger(config, keys[2], dtype)
         deep = [Merger(config, jax.random.fold_in(key, index), dtype, norms_joined=True) for index in config.deep]
         self.deep_mergers = nnx.List(deep)
-        for _, linear in self.linears():
-            linear.quantizable = False
 
     @property
     def unadapted(self) -> list[str]:
         return [self.config.tensor_name(("projection",))]  # a convolution
 
     @property
-    def mergers(self) -> list[tuple[tuple, Merger]]:
+    def mergers(self) -> list[tuple[tuple, Merging]]:
         """(path from the Tower, merger) of those of the layers `deep`, and at last of the last layer."""
         deep = [(("deep_mergers", index), merger) for index, merger in enumerate(self.deep_mergers)]
         return [*deep, (("merger",), self.merger)]

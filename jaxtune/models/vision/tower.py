@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,47 +23,72 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.quant_matmul import quant_matmul
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerConfig(abc.ABC):
-    """Shape of a tower."""
+    """Shape of a tower, and its names in checkpoints."""
+
+    prefixes: ClassVar[tuple[str, ...]]  # of its tensors, such as ("model.visual.",)
+    # {path from the Tower, such as "merger.norm": the name of that module or tensor}; "" is what no other path begins
+    modules: ClassVar[Mapping[str, str]]
+    # {beginning of tensors' names: that in published checkpoints} where these differ from transformers' model
+    stored_names: ClassVar[Mapping[str, str]] = {}
 
     blocks: DecoderConfig  # of its layers; vocabulary, embedding and head are not used
     patch_size: int  # pixels of a patch's side
     merge_size: int  # patches of a feature's side
     out_size: int  # numbers of a feature, the text's hidden size
+    channels: int = 3  # numbers of a pixel
+    frames: int = 1  # pictures of a patch; a still picture is there as often
+    words: tuple[tuple[str, str], ...] = ()  # (attribute below `modules`, its name) where they differ
+    # the token of which pictures' tokens have the per-layer embeddings; None: their own
+    placeholder: int | None = None
+    # the text's layers in which the tokens of a picture see each other; None: its tokens are causal everywhere
+    both_ways: Literal["windows", "all"] | None = None
 
     @property
-    @abc.abstractmethod
-    def prefixes(self) -> tuple[str, ...]:
-        """Of its tensors' names in checkpoints, such as ("model.visual.",)."""
-
-    @property
-    def stored_names(self) -> tuple[tuple[str, str], ...]:
-        """(beginning of tensors' names, that in published checkpoints) where these differ from transformers' model."""
-        return ()
-
-    @property
-    @abc.abstractmethod
     def patch_numbers(self) -> int:
         """The numbers of a patch."""
+        return self.channels * self.frames * self.patch_size**2
 
-    @property
-    def placeholder(self) -> int | None:
-        """The token of which pictures' tokens have the per-layer embeddings; None: their own."""
-        return None
-
-    @property
-    def both_ways(self) -> Literal["windows", "all"] | None:
-        """The text's layers in which the tokens of a picture see each other; None: its tokens are causal everywhere."""
-        return None
-
-    @abc.abstractmethod
     def tensor_name(self, path: Sequence[object]) -> str:
-        """The name in checkpoints of a tensor or module. path: attributes and indices from the Tower."""
+        """The name of a tensor or module. path: attributes and indices from the Tower."""
+        words, names = tuple(map(str, path)), dict(self.words)
+        count = next(n for n in range(len(words), -1, -1) if ".".join(words[:n]) in self.modules)
+        return ".".join((self.modules[".".join(words[:count])], *(names.get(word, word) for word in words[count:])))
 
     @abc.abstractmethod
     def make(self, key: jax.Array, dtype) -> Tower:
         """Draws the initial weights, stored in `dtype`."""
+
+
+def drawn(shape: tuple[int, ...], std: float, key: jax.Array, dtype) -> nnx.Variable:
+    """Normal weights."""
+    return nnx.Param((jax.random.normal(key, shape, jnp.float32) * std).astype(dtype))
+
+
+def outer_linear(config: DecoderConfig, in_size: int, out_size: int, key: jax.Array, dtype, bias=False) -> Linear:
+    """A linear outside of a stack, whose weight has no logical axes, because no device divides it."""
+    linear = Linear(in_size, out_size, bias=bias, std=config.initializer_range, key=key, dtype=dtype)
+    linear.weight = nnx.Param(linear.weight.get_value())
+    linear.quantizable = False
+    return linear
+
+
+def layers_of(config: DecoderConfig, keys: jax.Array, dtype) -> nnx.List[Block]:
+    """A layer of each of the keys [N], never quantised."""
+    layers = [Block(config, spec, key, dtype) for spec, key in zip(config.layers, keys, strict=True)]
+    for layer in layers:
+        for _, _, linear in layer.matrices():
+            linear.quantizable = False
+    return nnx.List(layers)
+
+
+def axis_positions(columns: jax.Array, rows: jax.Array, coordinates: jax.Array) -> jax.Array:
+    """float32[B, P, hidden], the sum of a vector of the column and one of the row. columns, rows: [positions, hidden].
+    coordinates: int32[B, P, 2], as in Pictures.
+    """
+    columns, rows = (table.astype(jnp.float32) for table in (columns, rows))  # so that gradients are summed in float32
+    return columns[coordinates[..., 1]] + rows[coordinates[..., 0]]
 
 
 class PatchProjection(nnx.Module):
@@ -74,7 +99,7 @@ class PatchProjection(nnx.Module):
     """
 
     def __init__(self, shape: tuple[int, ...], std: float, key: jax.Array, dtype):
-        self.weight: nnx.Variable = nnx.Param((jax.random.normal(key, shape, jnp.float32) * std).astype(dtype))
+        self.weight = drawn(shape, std, key, dtype)
         self.bias: nnx.Variable = nnx.Param(jnp.zeros(shape[:1], dtype))
 
     def __call__(self, patches: jax.Array) -> jax.Array:
@@ -82,13 +107,10 @@ class PatchProjection(nnx.Module):
         return quant_matmul(patches, [weight.reshape(weight.shape[0], -1)], [None], [self.bias[...]])[0]
 
 
-class Merging(Protocol):
-    """A module that makes features of patches."""
+class Merging(nnx.Module):
+    """Makes features of patches."""
 
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        """Attributes of its linears."""
-        ...
+    matrices: ClassVar[tuple[str, ...]] = ()  # attributes of its linears
 
 
 class Tower(nnx.Module):
@@ -98,6 +120,7 @@ class Tower(nnx.Module):
 
     config: TowerConfig
     layers: nnx.List[Block]
+    merger: Merging
 
     @property
     def trains(self) -> bool:
@@ -116,7 +139,7 @@ class Tower(nnx.Module):
     @property
     def mergers(self) -> Sequence[tuple[tuple, Merging]]:
         """(path from the Tower, module) of those that make features, the last layer's at last."""
-        raise NotImplementedError
+        return [(("merger",), self.merger)]
 
     def linears(self, layers: bool = True, merger: bool = True) -> Iterator[tuple[str, Linear]]:
         """Yields (Hugging Face module name, Linear), such as model.visual.blocks.0.attn.qkv.

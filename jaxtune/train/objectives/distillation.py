@@ -150,6 +150,12 @@ class Distill(SFT):
         return self.teacher_top_k is not None or self.teacher_logprobs is not None
 
     @property
+    def without_pictures(self) -> str | None:
+        if self.samples:
+            return f"objective.on_policy = {self.on_policy}"
+        return None if (column := self.needs_rows_before) is None else column.key
+
+    @property
     def reference_runs(self) -> int:
         return 0 if self.offline else 1
 

@@ -81,6 +81,11 @@ class Declared(Protocol):
     """Whether a row's loss depends on the others of its micro-batch."""
 
     @property
+    def without_pictures(self) -> str | None:
+        """A setting with which its rows have none although it reads them, such as "objective.on_policy = 1.0"."""
+        return None
+
+    @property
     def label(self) -> str:
         """Its name in messages: that of config.objective, or a user's class."""
         kind = type(self)

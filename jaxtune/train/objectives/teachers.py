@@ -13,12 +13,14 @@ from flax import nnx
 
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.components import stored_as
+from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import find_config, load_tokenizer
 from jaxtune.models.files.quant import parameters, require_stated, stored_in
+from jaxtune.models.generation.pictures import processor_of
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import copy_structure, freeze
-from jaxtune.models.registry import config_from_hf, weights_stored_in
+from jaxtune.models.registry import config_from_hf, tower_config, weights_stored_in
 from jaxtune.train.config import ConfigError, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 
@@ -79,12 +81,12 @@ def _beside(objective: ObjectiveConfig) -> str | None:
     return None if objective.teacher_top_k is not None else _checkpoint(objective.teacher)
 
 
-def teacher_shapes(objective: ObjectiveConfig, dtype: str) -> Decoder | None:
-    """The teacher with shapes for arrays, from its config.json; None without one during the run. Raises ConfigError for
-    an adapter.
+def teacher_shapes(objective: ObjectiveConfig, dtype: str, pictures: bool = False) -> Decoder | None:
+    """The teacher with shapes for arrays, from its config.json, with its tower for `pictures`; None without one during
+    the run. Raises ConfigError for an adapter.
     """
     path = _beside(objective)
-    return None if path is None else shapes_of(path, dtype, objective.teacher_load_in)
+    return None if path is None else shapes_of(path, dtype, objective.teacher_load_in, pictures)
 
 
 def of_pass(name: str | None, load_in: str | None, base: ModelConfig) -> tuple[str, str | None]:
@@ -102,29 +104,31 @@ def of_pass(name: str | None, load_in: str | None, base: ModelConfig) -> tuple[s
 
 
 @functools.lru_cache(4)
-def shapes_of(path: str, dtype: str, load_in: str | None) -> Decoder:
+def shapes_of(path: str, dtype: str, load_in: str | None, pictures: bool = False) -> Decoder:
     """The frozen teacher with shapes for arrays, from config.json; shared and cached, so do not change it. Raises
     ValueError.
 
       load_in: None: the checkpoint's own format.
+      pictures: whether it has its tower.
     """
-    hf = find_config(path)
+    hf = find_config(path, published=not pictures)
     require_stated(path, hf, load_in)
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
+    tower = tower_config(hf) if pictures else None
 
     def make() -> Decoder:
-        model = Decoder(shape, jax.random.key(0), dtype)
+        model = Decoder(shape, jax.random.key(0), dtype, tower)
         return freeze(stored_as(model, {}, load_in))
 
     return nnx.eval_shape(make)
 
 
-def open_teacher(objective: ObjectiveConfig, dtype: str) -> Pretrained | None:
+def open_teacher(objective: ObjectiveConfig, dtype: str, pictures: bool = False) -> Pretrained | None:
     """Opens the teacher's checkpoint, so that a wrong folder shows at once; None without one during the run. Raises
-    ConfigError for an adapter, ValueError or OSError for no model.
+    ConfigError for an adapter, ValueError or OSError for no model, or one without a tower for `pictures`.
     """
     path = _beside(objective)
-    return None if path is None else Pretrained(path, dtype, objective.teacher_load_in)
+    return None if path is None else Pretrained(path, dtype, objective.teacher_load_in, pictures=pictures)
 
 
 def load_teacher(
@@ -149,6 +153,17 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
                 f"{teacher_ids[token]}, and the student's {student_id}; distillation compares distributions over the "
                 "same tokens: take a teacher with the student's tokenizer"
             )
+
+
+def require_same_pictures(tokenizer: PreTrainedTokenizerFast, student: Source | None, teacher: Source | None) -> None:
+    """Raises ConfigError unless both models cut pictures alike, so that a row's patches are those of both."""
+    ours, theirs = (processor_of(source, tokenizer) for source in (student, teacher))
+    if ours != theirs:
+        path = None if teacher is None else teacher.path
+        raise ConfigError(
+            f"objective.teacher = {path!r}: its image processor cuts pictures otherwise than the student's: take a "
+            "teacher of the student's family, with the same preprocessor_config.json"
+        )
 
 
 def described(model: Decoder, objective: object) -> list[str]:

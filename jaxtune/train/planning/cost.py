@@ -111,13 +111,14 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
     )
-    tower = None if model.vision is None or not spec.patches else _tower(model.vision, spec, shape, dtype, storage)
-    pictures, held_out, held_out_bytes = 0.0, None, 0.0
+    tower, pictures, held_out, held_out_bytes = None, 0.0, None, 0.0
     if model.vision is not None:
+        of_tower = shape, dtype, storage, [tree.get("vision", {}) for tree in (stored, frozen)]
+        tower = _tower(model.vision, spec, *of_tower) if spec.patches else None
         pictures = _picture_bytes(model.vision, spec)
         if spec.held_out_patches:
             of_held_out = dataclasses.replace(spec, patches=spec.held_out_patches)
-            held_out = _tower(model.vision, of_held_out, shape, dtype, storage)
+            held_out = _tower(model.vision, of_held_out, *of_tower)
             held_out_bytes = _picture_bytes(model.vision, of_held_out)
     fixed = {
         **_frozen_parts(frozen, weight_shards),
@@ -191,9 +192,13 @@ def _layers(
     )
 
 
-def _tower(tower: Tower, spec: StepSpec, text: DecoderConfig, dtype: jnp.dtype, storage: str) -> TowerParts:
-    """As if a picture filled each row. text: the text model's. storage: "fp32" or "bf16"."""
-    config, patches, trains = tower.config.blocks, spec.patches, tower.trains
+def _tower(
+    tower: Tower, spec: StepSpec, text: DecoderConfig, dtype: jnp.dtype, storage: str, weights: Sequence[Mapping]
+) -> TowerParts:
+    """As if a picture filled each row. text: the text model's. storage: "fp32" or "bf16". weights: nnx.States of the
+    tower's trained and frozen ones.
+    """
+    config, patches, trains, shards = tower.config.blocks, spec.patches, tower.trains, spec.mesh_shape.shard_count
     hidden = float(config.hidden_size * dtype.itemsize)
     step_costs = StepParts(
         shape=Shape(
@@ -208,14 +213,19 @@ def _tower(tower: Tower, spec: StepSpec, text: DecoderConfig, dtype: jnp.dtype, 
         layers=_layers(tower.layers, config, patches, dtype, storage, seen=float(patches)),
         head=Head(0.0, 0.0, 0.0, False, dtype),
         update=Update(0.0, 0.0),
-        divided=Divided(),
+        divided=Divided(
+            layer_bytes=_whole_layer_bytes(weights, len(tower.layers), shards),
+            gradient_bytes=0.0 if shards == 1 else _whole_gradient_bytes(tower.layers, storage),
+        ),
         fixed={},
     )
     merger = tower.linears(layers=False)
     flops = sum(2.0 * math.prod(linear.sizes) for _, linear in merger) / tower.config.merge_size**2
-    # Of a tower that trains: each layer's input, and the merger's input, normed, and before and after its activation.
+    # Of a tower that trains: each layer's input, a rotary table, and the merger's input, normed, and before and after
+    # its activation.
     of_merger = 4 * hidden if trains else 0.0
-    kept_bytes = len(tower.layers) * hidden * trains + of_merger
+    rotary = 4.0 * config.head_dim * any(layer.rotary is not None for layer in config.layers)
+    kept_bytes = (len(tower.layers) * hidden + rotary) * trains + of_merger
     if not trains and spec.needs.reference_runs:  # its features serve the reference, too
         kept_bytes = len(tower.mergers) * tower.config.out_size * dtype.itemsize / tower.config.merge_size**2
     kinds = tower.config.both_ways
@@ -248,7 +258,7 @@ def _divided(
     return Divided(
         layer_bytes=_whole_layer_bytes((stored, frozen), len(model.layers), shards),
         head_bytes=partition.divided_sizes(nnx.State({"head": model.head_variable}), shards)[0],
-        gradient_bytes=0.0 if shards == 1 else _whole_gradient_bytes(model, storage),
+        gradient_bytes=0.0 if shards == 1 else _whole_gradient_bytes(model.layers, storage),
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=added_share * max(frozen_layers, default=0.0),
         resident_around_bytes=added_share * (partition.divided_sizes(frozen, shards)[0] - sum(frozen_layers)),
@@ -303,7 +313,8 @@ def _head(model: Decoder, dtype, storage: str) -> Head:
 def _whole_layer_bytes(trees, layers: int, weight_shards: int) -> float:
     """Gathered bytes of the largest layer's divided weights. trees: nnx.States of trained and frozen weights."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
-    return max(sum(partition.divided_sizes(tree, weight_shards)[0] for tree in layer) for layer in by_layer)
+    sizes = (sum(partition.divided_sizes(tree, weight_shards)[0] for tree in layer) for layer in by_layer)
+    return max(sizes, default=0.0)
 
 
 def _frozen_parts(frozen: nnx.State, weight_shards: int) -> dict[str, float]:
@@ -313,11 +324,11 @@ def _frozen_parts(frozen: nnx.State, weight_shards: int) -> dict[str, float]:
     return {FROZEN: every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
-def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
+def _whole_gradient_bytes(layers: Sequence[Block], storage: str) -> float:
     """Bytes of the largest layer's matrix gradients, as computed and as summed in float32, neither divided."""
-    layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
-    sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
-    return max(sizes) * (6.0 if storage == "bf16" else 8.0)
+    matrices = ([matrix.weight for *_, matrix in layer.matrices()] for layer in layers)
+    sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in matrices)
+    return max(sizes, default=0) * (6.0 if storage == "bf16" else 8.0)
 
 
 def _given_bytes(model: Decoder, dtype) -> float:
@@ -377,7 +388,7 @@ def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
         model = with_head(model, spec.head)
         return with_trained_parts(model, base, spec.adapter, spec.seed)
 
-    return with_teacher(nnx.eval_shape(make), teacher_shapes(spec.objective, precision.dtype))
+    return with_teacher(nnx.eval_shape(make), teacher_shapes(spec.objective, precision.dtype, spec.tower is not None))
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:

@@ -178,11 +178,15 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
             ("the forward of the teacher", kept_bytes, last.hosted + reference[1], gathered[1], reused_bytes)
         )
     tower = tower_forecast(costs, micro, device)
+    teachers = TowerForecast() if costs.teacher is None else tower_forecast(costs.teacher, micro, device)
+    if teachers.forward:
+        moments.append(("the forward of the teacher's tower", kept_bytes, teachers.forward, 0.0, 0.0))
     if costs.tower:
         again = costs.tower.trains and costs.reference_runs and not costs.teacher  # beside all residuals
-        moments.append(("the forward of the tower", kept_bytes if again else 0.0, tower.forward, 0.0, 0.0))
+        of_tower = costs.tower.parts.gathered_bytes
+        moments.append(("the forward of the tower", kept_bytes if again else 0.0, tower.forward, of_tower[1], 0.0))
         if costs.tower.trains:
-            moments.append(("the backward of the tower", 0.0, tower.backward, 0.0, 0.0))
+            moments.append(("the backward of the tower", 0.0, tower.backward, of_tower[2], 0.0))
     below, arriving, layers = 0.0, 0.0, 0
     for layer, count in groups:
         below += layer.kept * count
@@ -213,7 +217,7 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     backward = sum(layer.backward * count for layer, count in groups)
     collective, exposed = _collective_seconds(costs, plan, forward, backward, device)
     added = [movable.seconds(costs, device) for movable in costs.movables.values()]
-    step = forward + backward + head_seconds + costs.reference_runs * reference[0] + tower.seconds
+    step = forward + backward + head_seconds + costs.reference_runs * (reference[0] + teachers.seconds) + tower.seconds
     step += sum(each.micro_batch for each in added)
     update = max(costs.update.trained_here * 4.0 * 9 / device.copy, sum(each.update for each in added))
     seconds = micro * (step + step_time(device).micro_batch_seconds) + update + exposed

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxtune.models.adapters.adapter_files import load_adapter
+from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.files.quant import compute_in_fp8
@@ -24,7 +25,13 @@ from jaxtune.system import timing
 from jaxtune.train.config import AdapterConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
+from jaxtune.train.objectives.teachers import (
+    load_teacher,
+    open_teacher,
+    require_same_pictures,
+    require_same_tokens,
+    with_teacher,
+)
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.devices import find_device, limit, most_pinned_bytes
 from jaxtune.train.planning.host_room import HOST_OTHER_BYTES
@@ -48,21 +55,23 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
     cannot be opened or read; the thread's errors come from `weights.result()`.
     """
-    model_config, teacher = config.model, open_teacher(config.objective, config.dtype)
-    objective = objective_of(config.objective)
+    model_config, objective = config.model, objective_of(config.objective)
     changes = objective.head, model_config, config.adapter, config.seed
-    refused = refusal(objective, config.data, config.mesh, config.qat)
+    refused = refusal(objective, config.qat)
     pictures = reads_pictures(model_config, config.data, refused)
+    teacher = open_teacher(config.objective, config.dtype, pictures)
 
-    def tokenizer(folder: Path | None) -> Any:
+    def tokenizer(folder: Path | None, source: Source | None) -> Any:
         loaded = _tokenizer(model_config, folder)
         require_same_tokens(loaded, teacher)
+        if pictures and teacher is not None:
+            require_same_pictures(loaded, source, teacher.source)
         return loaded
 
     if model_config.from_config is not None:
         key = jax.random.key(config.seed)
         random_model = adapted(model_from_config(model_config.from_config, key, "float32", pictures), *changes)
-        yield None, tokenizer(None), with_teacher(random_model, load_teacher(teacher))
+        yield None, tokenizer(None, random_model.source), with_teacher(random_model, load_teacher(teacher))
         return
     assert model_config.path is not None
     pretrained = Pretrained(
@@ -96,7 +105,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)
     if packed or not trains or (config.adapter is not None and config.adapter.path is not None):
-        yield None, tokenizer(pretrained.folder), load()
+        yield None, tokenizer(pretrained.folder, pretrained.source), load()
         return
     with ThreadPoolExecutor(1, "weights") as pool:
         try:
@@ -105,7 +114,7 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
             shapes = cost.abstract_model(pretrained.config, StepSpec.of(config, tower=tower).model)
             if tower is not None:
                 shapes.source = pretrained.source
-            yield weights, tokenizer(pretrained.folder), shapes
+            yield weights, tokenizer(pretrained.folder, pretrained.source), shapes
         finally:
             cancelled.set()
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from jaxtune.conversations.messages import shows_pictures
 from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.qat.fake_quant import ROUNDINGS
 from jaxtune.models.registry import tower_config
-from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, ModelConfig, QatConfig
+from jaxtune.train.config import ConfigError, DataConfig, ModelConfig, QatConfig
 from jaxtune.train.data.rendering.formats import refuse_media
 from jaxtune.train.data.rows.reading import open_sources
 from jaxtune.train.data.rows.row_errors import RowError
@@ -48,18 +49,13 @@ def reads_pictures(model: ModelConfig, data: DataConfig, refused: str | None) ->
     return True
 
 
-def refusal(
-    objective: Objective,
-    data: DataConfig,
-    mesh: MeshConfig | None,
-    qat: QatConfig | None,
-) -> str | None:
+def refusal(objective: Objective, qat: QatConfig | None) -> str | None:
     """Why this run cannot have pictures, with what to change; None: it can."""
     instead = "leave it out, or train on text alone (model.pictures=false, and rows without pictures)"
     refused = {
         f"objective = {objective.label}": not objective.reads_pictures,
-        f"mesh.fsdp = {mesh and mesh.fsdp}": mesh is not None and mesh.fsdp != 1,
-        f"qat.format = {qat and qat.format}": qat is not None,
+        str(objective.without_pictures): objective.without_pictures is not None,
+        f"qat.format = {qat and qat.format}": qat is not None and ROUNDINGS[qat.format].observed is not None,
     }
     key = next((key for key, holds in refused.items() if holds), None)
     return None if key is None else f"{key}: not supported yet in a run with pictures; {instead}"

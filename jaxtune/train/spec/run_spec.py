@@ -136,7 +136,7 @@ def resolve(
     data = dataclasses.replace(config.data, template=config.data.trained_template)
     rows_config = dataclasses.replace(config, data=data)
     tower, pictures = model.given.vision, None
-    refused = refusal(objective, data, config.mesh, config.qat)
+    refused = refusal(objective, config.qat)
     if refused is None:
         pictures = picture_options(model.given, tokenizer, data)
     reader = Reader(objective, tokenizer, rows_config, model.given.config, tuple(ends), pictures)

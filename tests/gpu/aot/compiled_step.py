@@ -47,13 +47,14 @@ VISION = {
 
 def _batch(rows: int, length: int, patches: int) -> Batch:
     batch = Batch.empty(rows, length)
-    if not patches:
-        return batch
+    return dataclasses.replace(batch, pictures=pictures_of(rows, length, patches)) if patches else batch
+
+
+def pictures_of(rows: int, length: int, patches: int) -> dict[str, jax.ShapeDtypeStruct]:
     sizes = {"patches": (1536,), "patch_segments": (), "patch_grids": (2,), "patch_coordinates": (2,)}
     pictures = {name: jax.ShapeDtypeStruct((rows, patches, *tail), jnp.int32) for name, tail in sizes.items()}
     pictures["patches"] = pictures["patches"].update(dtype=jnp.float32)
-    pictures["picture_features"] = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    return dataclasses.replace(batch, pictures=pictures)
+    return pictures | {"picture_features": jax.ShapeDtypeStruct((rows, length), jnp.int32)}
 
 
 def step_peaks(

@@ -5,10 +5,8 @@ consists of entries: Keys, Records of several keys, or other objects with the in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
-
-from jaxtune.models import values
 
 Config = Mapping[str, Any]  # a parsed config.json, or other values by name that are only read
 Fields = dict[str, Any]  # what is read from one, or written to one
@@ -142,19 +140,6 @@ def require_allowed(hf: Config, keys: Iterable[Key]) -> None:
     for key in keys:
         if hf.get(key.name) is not None:
             key.check(f"config.json: {key.name}", hf[key.name])
-
-
-def of_section(hf: Config, section: str, keys: Sequence[Key]) -> Fields:
-    """{field: value} of an object of config.json, with defaults. Raises ValueError for a value that is not allowed.
-
-    section: its name, such as "vision_config".
-    keys: with the section in their names.
-    """
-    values.mapping(f"config.json: {section}", hf[section])
-    named = {f"{section}.{name}": value for name, value in hf[section].items()}
-    require_allowed(named, keys)
-    complete = completed(named, keys, {})
-    return {key.gives[0]: complete[key.name] for key in keys}
 
 
 def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:

@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {
     "gelu": "gelu",
 }
 _HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
-_ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
+ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
@@ -64,7 +64,7 @@ COMMON: tuple[Entry, ...] = (
         null=lambda hf: hf["num_attention_heads"],
     ),
     Key("head_dim", "head_dim", values.whole, lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-    Key("hidden_act", "activation", check_activation, "silu", conversion=_ACTIVATION),
+    Key("hidden_act", "activation", check_activation, "silu", conversion=ACTIVATION),
     Key("max_position_embeddings", "max_position_embeddings", values.whole),
     Key("rms_norm_eps", "norm_eps", values.positive, 1e-6),
     Key("initializer_range", "initializer_range", values.not_negative, 0.02),
@@ -88,7 +88,7 @@ WINDOW_PATTERN = Key("sliding_window_pattern", (), check_window_pattern)
 
 # Of Gemma 2 to 4.
 GEMMA_ACTIVATION = (
-    Key("hidden_activation", "activation", check_activation, "gelu_pytorch_tanh", conversion=_ACTIVATION),
+    Key("hidden_activation", "activation", check_activation, "gelu_pytorch_tanh", conversion=ACTIVATION),
     Key("hidden_act", (), values.text, None, written=lambda config: _HF_ACTIVATIONS[config.activation]),
 )
 SOFT_CAP = Key("final_logit_softcapping", "final_soft_cap", values.positive, None, null=None)
