@@ -53,7 +53,7 @@ from jaxtune.models.files.tensor_entries import dtype_name, is_kept_packed, list
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import freeze, matrices
 from jaxtune.models.placement import partition
-from jaxtune.models.placement.streams import host_shardings
+from jaxtune.models.placement.streams import declared_as_placed, host_shardings, streamed_layers
 from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import (
     config_from_hf,
@@ -184,10 +184,11 @@ class Pretrained:
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._kept, self._dtypes)
 
-    @property
-    def of_layers(self) -> list[str]:
-        """Names of the text model's matrices in layers."""
-        return [name for name, (path, v) in self._variables.items() if path[0] == "layers" and v.get_value().ndim > 1]
+    def streaming(self, level: int) -> list[str]:
+        """Names of the matrices in the layers that stream at a level (`streamed_layers`)."""
+        layers = {("layers", index) for index in streamed_layers(level, self.config.num_layers)}
+        variables = self._variables.items()
+        return [name for name, (path, v) in variables if path[:2] in layers and v.get_value().ndim > 1]
 
     @property
     def source(self) -> Source:
@@ -202,7 +203,7 @@ class Pretrained:
         cancelled: threading.Event | None = None,
         mesh: jax.sharding.Mesh | None = None,
         stay: Collection[str] = (),
-        streams: bool = False,
+        level: int = 0,
     ) -> Decoder:
         """Reads the weights. They are all trainable, or all frozen if any is quantised; a tower's are frozen.
 
@@ -211,15 +212,13 @@ class Pretrained:
             quantised. None: the default device has the model.
           stay: Hugging Face names of tensors that stay in host memory, as numpy arrays, unless they are stored
             quantised.
-          streams: whether the matrices of layers go to pinned host memory; without a mesh.
+          level: of how many layers the matrices go to pinned host memory and stream; without a mesh.
 
         Raises ValueError for numbers that are not finite and, without a mesh, for too little memory on the first
         device.
         """
         stay = [name for name in stay if not isinstance(self._entries.get(name), StoredEntry)]
-        pinned = {
-            name: functools.partial(host_shardings, self._variables[name][1]) for name in self.of_layers if streams
-        }
+        pinned = {name: functools.partial(host_shardings, self._variables[name][1]) for name in self.streaming(level)}
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
             elsewhere = [*stay, *pinned]
@@ -240,7 +239,7 @@ class Pretrained:
         if tower:
             arrays |= read_tensors(tower, self._dtype, *forms, cancelled, where, self._dtypes, stay)[0]
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
-        model = nnx.merge(self._graph, state)
+        model = nnx.merge(self._graph, declared_as_placed(state))
         if self.packed or self._encoded:
             model = freeze(model)
         elif model.vision is not None:

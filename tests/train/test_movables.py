@@ -26,7 +26,7 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.folder.translations import section, translated
-from jaxtune.train.planning import movables
+from jaxtune.train.planning import devices, movables
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
@@ -109,6 +109,25 @@ def test_a_host_without_room_or_link_gets_none():
         assert not any(placed.level("streamed") for placed in places(costs, device))
     half = dataclasses.replace(H200, host_memory_bytes=16e9)
     assert {placed.level("streamed") for placed in places(costs, half)} == {0, 8, 16}
+
+
+@given(st.integers(0, 32), st.sampled_from(("keep", "recompute", "offload")), st.floats(4e9, 60e9))
+@settings(max_examples=20)
+def test_a_plan_of_the_config_over_the_host_is_refused(level, residuals, host):
+    costs, device = streaming(), dataclasses.replace(H200, host_memory_bytes=host, host_bytes=0.7 * host)
+    text = f"{residuals}; streamed={level}" if level else residuals
+    fixed = StepSpec.of(dataclasses.replace(CONFIG, memory=MemoryConfig(plan=text)))
+    plan, moved = parse_plan(text, 32, costs.layers.all_residuals)
+    needed = forecast(costs, StepPlan(plan, 1, 1024, moved), device).host_bytes
+    beside = 4e9 + costs.saved_bytes
+    if min(devices.pool_bytes(needed), 0.7 * host) + beside > host or needed > 0.7 * host:
+        if needed:
+            words = rf"memory.plan = '{text}' pins {needed / 1e9:.1f} GB of host memory, of which .* have fewer layers"
+            with pytest.raises(ValueError, match=words):
+                choose(costs, fixed, device, None)
+            return
+    best = choose(costs, fixed, device, None)
+    assert best.plan.text == text and best.host_bytes == needed
 
 
 def test_its_word_is_read_written_and_refused():

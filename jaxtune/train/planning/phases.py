@@ -187,7 +187,7 @@ def phases_of(
             Phase(
                 "export",
                 weights + trained + start + merging,
-                start + host,
+                pinned + start + host,
                 f"export.merged=false, then `{spelled('export')}` on a machine with more memory",
             )
         )

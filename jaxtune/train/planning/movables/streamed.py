@@ -5,6 +5,7 @@ the device while the layers before it compute. Results are bitwise equal.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 import jax
@@ -73,8 +74,9 @@ class Streamed(Movable):
         return [f"  weights of {level} layers stream from the host ({size / 1e9:.2f} GB{seconds})"]
 
     @classmethod
-    def layers_on_host(cls, plan: str | None, crowded: bool) -> bool:
-        return crowded if plan is None else cls.word in plan
+    def layers_on_host(cls, plan: str) -> int:
+        levels = re.findall(rf";\s*{cls.word}\s*=\s*(\d+)", plan)
+        return int(levels[-1]) if levels else 0
 
     @classmethod
     def moved(cls, model: Decoder, frozen: nnx.State, level: int, where: NamedSharding) -> nnx.State:
