@@ -60,9 +60,12 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
     train(folder, name, plan, *more, "steps=3")
     assert PINNED in kinds[-1] and results(train(folder, name, plan, *more)) == want
     assert "weights of 3 layers stream from the host" in "".join(capsys.readouterr())
-    assert cli.main(["evaluate", str(folder / name / "config.yaml")]) == 0
     last = json.loads((folder / name / "results.json").read_text())["eval_loss"]["last"]
-    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(last, abs=1e-3)
+    for more in ([], ["adapter=null", f"model.path={folder / name / 'merged'}", "model.load_in=null"]):
+        assert cli.main(["evaluate", str(folder / name / "config.yaml"), *more]) == 0
+        written = capsys.readouterr()
+        assert json.loads(written.out)["eval_loss"] == pytest.approx(last, abs=1e-3)
+        assert PINNED in kinds[-1] and "weights of 3 layers stream from the host" in written.err
 
 
 def test_a_run_that_samples_or_rounds_does_not_stream(folder, capsys):

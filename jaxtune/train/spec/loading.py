@@ -88,8 +88,10 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     generates = objective.samples or bool(config.evaluation.asking)
     tied = pretrained.config.tie_embeddings and objective.head.is_text
     stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-    adapts = trains and alone and config.adapter is not None and config.qat is None and not generates
-    level = _streamed_level(config.memory, pretrained, stay) if adapts else 0
+    streams = alone and config.qat is None and not generates and (config.adapter is not None or not trains)
+    level = _streamed_level(config.memory, pretrained, stay) if streams else 0
+    if level and config.adapter is None:  # an untrained one changes nothing, and all else is frozen
+        changes = objective.head, model_config, AdapterConfig(r=1), config.seed
 
     def load() -> Decoder:
         model = adapted(pretrained.load(cancelled, mesh, stay, level), *changes)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition, streams
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.movables.movable import Movable, Outcome
@@ -34,7 +35,7 @@ class Streamed(Movable):
 
     @classmethod
     def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Streamed:
-        if not spec.model.adapts or spec.mesh_shape.size > 1 or spec.generates or spec.rounds or spec.keeps_model:
+        if not has_adapter(model) or spec.mesh_shape.size > 1 or spec.generates or spec.rounds or spec.keeps_model:
             return cls()
         return cls(tuple(sum(map(streams.streamed_bytes, _frozen(layer))) for layer in model.layers))
 
