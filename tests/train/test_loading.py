@@ -34,7 +34,15 @@ from jaxtune.models.placement.streams import streamed_layers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.system.program_cache import use_program_cache
 from jaxtune.train import app
-from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, MetricsConfig, ModelConfig, QatConfig
+from jaxtune.train.config import (
+    AdapterConfig,
+    DataConfig,
+    EvaluationConfig,
+    MemoryConfig,
+    MetricsConfig,
+    ModelConfig,
+    QatConfig,
+)
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.engine.programs import Engine
 from jaxtune.train.planning import cost
@@ -314,6 +322,35 @@ def test_layers_are_loaded_into_host_memory_as_far_as_there_is_room(tmp_path):
                 level_of(plan, gpu_of_host)
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("how", "changes", "level"),
+    [
+        ({}, {}, 1),
+        ({"trains": False}, {}, 1),
+        ({"trains": False}, {"adapter": None}, 1),  # an evaluation, which freezes the model
+        ({"trains": False, "streams": False}, {"adapter": None}, 0),
+        ({}, {"adapter": None}, 0),
+        ({}, {"qat": QatConfig("int8")}, 0),
+        ({"trains": False}, {"evaluation": EvaluationConfig(exact_match_rows=2)}, 0),
+    ],
+    ids=str,
+)
+def test_what_streams_is_loaded_into_host_memory(how, changes, level, folder, monkeypatch):
+    levels = []
+
+    def load(pretrained, cancelled, mesh, stay, level):
+        levels.append(level)
+        raise CancelledError
+
+    monkeypatch.setattr(Pretrained, "load", load)
+    data = dataclasses.replace(command_config(folder).data, eval="held out")
+    settings = {"adapter": AdapterConfig(), "memory": MemoryConfig(plan="recompute; streamed=1"), "data": data}
+    config = command_config(folder, **(settings | changes))
+    with pytest.raises(CancelledError), loading.loading(config, **how) as (weights, *_):
+        weights.result()
+    assert levels == [level]
 
 
 def test_a_cancelled_load_ends(folder):

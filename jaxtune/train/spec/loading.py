@@ -39,13 +39,15 @@ _MOST_WEIGHTS = 0.8  # of the device's memory: if there are more, plans that fit
 
 
 @contextlib.contextmanager
-def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
+def loading(
+    config: TrainConfig, trains: bool = True, streams: bool = True
+) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
     """A context of (weights, tokenizer, model), with a distillation's teacher attached unless its values are stored or
     it is the model itself.
 
     Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
     random weights, an adapter from a file, quantised checkpoints (a teacher's, too), whose shapes only their bytes
-    show, and without `trains`. With it, what a plan may have on the host stays there.
+    show, and without `trains`. With it, what a plan may have on the host stays there; with `streams` weights may.
 
     Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
     cannot be opened or read; the thread's errors come from `weights.result()`.
@@ -88,8 +90,8 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     generates = objective.samples or bool(config.evaluation.asking)
     tied = pretrained.config.tie_embeddings and objective.head.is_text
     stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-    streams = alone and config.qat is None and not generates and (config.adapter is not None or not trains)
-    level = _streamed_level(config.memory, pretrained, stay) if streams else 0
+    able = streams and alone and config.qat is None and not generates and (config.adapter is not None or not trains)
+    level = _streamed_level(config.memory, pretrained, stay) if able else 0
     if level and config.adapter is None:  # an untrained one changes nothing, and all else is frozen
         changes = objective.head, model_config, AdapterConfig(r=1), config.seed
 
