@@ -258,6 +258,7 @@ def from_pretrained(
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
     pictures: bool = False,
+    streamed: Callable[[Pretrained], int] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, a model that scores texts, or an adapter with the base
     that it names, to the default device: (model, tokenizer or None).
@@ -281,17 +282,18 @@ def from_pretrained(
         {"rope_type": "yarn", "factor": 4.0}.
       pictures: True loads the tower of Qwen3.5 and 3.6, too, frozen and in 16 bits or `dtype`, so that the model reads
         pictures; an adapter's names are then those of the whole model.
+      streamed: says, by the files' headers, of how many layers the weights stay in pinned host memory and stream.
 
     Raises ValueError for an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little
     memory.
     """
     if base_of(path) is not None:
         longer = rope_scaling, max_position_embeddings
-        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures)
+        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures, streamed)
         return load_adapter(model, path), tokenizer
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions, pictures)
-    return _loaded(pretrained, (pretrained.folder,))
+    return _loaded(pretrained, (pretrained.folder,), streamed)
 
 
 def load_base(
@@ -303,6 +305,7 @@ def load_base(
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
     pictures: bool = False,
+    streamed: Callable[[Pretrained], int] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
     the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
@@ -315,6 +318,7 @@ def load_base(
       precision: {pattern over names: dtype or format} of modules stored and computed otherwise.
       rope_scaling, max_position_embeddings: in place of config.json's, for longer documents.
       pictures: whether the tower is loaded too.
+      streamed: as for from_pretrained.
 
     dtype, load_in and precision that are None, and rope_scaling and max_position_embeddings if both are, stand for what
     the folder records of the training, else for the base's own.
@@ -329,7 +333,7 @@ def load_base(
     if rope_scaling is None and max_position_embeddings is None:
         positions = over.positions
     pretrained = Pretrained(base, dtype, base_format, max_length, words, positions, pictures)
-    model, tokenizer = _loaded(pretrained, (folder, pretrained.folder))
+    model, tokenizer = _loaded(pretrained, (folder, pretrained.folder), streamed)
     if over.compute == "fp8" and base_format == over.load_in:
         model = quant.compute_in_fp8(model)
     return model, tokenizer
@@ -339,13 +343,15 @@ def _format(load_in: str | None) -> str | None:
     return None if load_in == "stored" else load_in
 
 
-def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
+def _loaded(
+    pretrained: Pretrained, tokenizers: Sequence[Path], streamed: Callable[[Pretrained], int] | None
+) -> tuple[Decoder, Any]:
 
     def first() -> Any:
         return next((tokenizer for folder in tokenizers if (tokenizer := load_tokenizer(folder)) is not None), None)
 
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
-        tokenizer, model = pool.submit(first), pretrained.load()
+        tokenizer, model = pool.submit(first), pretrained.load(level=0 if streamed is None else streamed(pretrained))
         with timing.phase("wait", "the tokenizer"):
             return model, tokenizer.result()
 

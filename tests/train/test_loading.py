@@ -302,7 +302,7 @@ def test_layers_are_loaded_into_host_memory_as_far_as_there_is_room(tmp_path):
 
     def level_of(plan: str | None, device: Device) -> int:
         with mock.patch.object(loading, "_device", lambda: device):
-            return loading._streamed_level(MemoryConfig(plan=plan), pretrained, [])
+            return loading.streamed_level(MemoryConfig(plan=plan), pretrained, [])
 
     @given(st.integers(0, 2 * sum(sizes)), st.integers(1, 5))
     def check(room, asked):

@@ -12,6 +12,7 @@ from jaxtune import cli
 from jaxtune.models import hf
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement.streams import PINNED
+from jaxtune.train.spec import loading
 from tests.faults.command import make_folder
 
 LAYERS = 4
@@ -60,6 +61,12 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
     train(folder, name, plan, *more, "steps=3")
     assert PINNED in kinds[-1] and results(train(folder, name, plan, *more)) == want
     assert "weights of 3 layers stream from the host" in "".join(capsys.readouterr())
+    with monkeypatch.context() as crowded:
+        crowded.setattr(loading, "streamed_level", lambda *_: 3)
+        assert cli.main(["export", str(folder / name / "adapter"), str(folder / f"{name}-export")]) == 0
+    assert PINNED in kinds[-1] and "those of 3 layers are in host memory" in capsys.readouterr().err
+    exported = (folder / f"{name}-export" / "model.safetensors").read_bytes()
+    assert exported == want["merged/model.safetensors"]
     last = json.loads((folder / name / "results.json").read_text())["eval_loss"]["last"]
     for more in ([], ["adapter=null", f"model.path={folder / name / 'merged'}", "model.load_in=null"]):
         assert cli.main(["evaluate", str(folder / name / "config.yaml"), *more]) == 0

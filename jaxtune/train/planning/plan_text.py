@@ -96,7 +96,7 @@ def pass_lines(plan: StepPlan, costs: StepCost, device: Device, rows: Mapping[st
     if device.name == "cpu" or not costs.moved.link_bytes or not any(rows.values()):
         return []
     seconds = pass_seconds(costs, plan, device) / costs.shape.rows
-    link = plan.micro_batches * costs.moved.link_bytes * costs.shape.num_layers / device.link
+    link = plan.micro_batches * costs.moved.link_bytes * costs.shape.num_layers / (device.link or device.copy)
     by = "the link" if link >= _BY_LINK * seconds * costs.shape.rows else "products"
     passes = (f"{whose} over {count:,} rows {duration(count * seconds)}" for whose, count in rows.items() if count)
     return [

@@ -91,7 +91,7 @@ def loading(
     tied = pretrained.config.tie_embeddings and objective.head.is_text
     stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
     able = streams and alone and config.qat is None and not generates and (config.adapter is not None or not trains)
-    level = _streamed_level(config.memory, pretrained, stay) if able else 0
+    level = streamed_level(config.memory, pretrained, stay) if able else 0
     if level and config.adapter is None:  # an untrained one changes nothing, and all else is frozen
         changes = objective.head, model_config, AdapterConfig(r=1), config.seed
 
@@ -115,7 +115,7 @@ def loading(
             cancelled.set()
 
 
-def _streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[str]) -> int:
+def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[str]) -> int:
     """Of how many layers the matrices are loaded into pinned host memory: memory.plan's, or as many as the host has
     room for if weights take most of the device's memory, from where a plan moves some back. stay: names of tensors in
     other host memory.
