@@ -14,7 +14,7 @@ from jaxtune.system import invocation, terminal, timing
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
-    from jaxtune.models.hf import Beside
+    from jaxtune.models.hf import Beside, Pretrained
 
 
 def wide_console() -> Any:
@@ -79,16 +79,28 @@ def begin_import(runs_code: bool = False) -> None:
     transformers_import.begin(runs_code or not invocation.is_command())
 
 
-def load(options: argparse.Namespace, pictures: bool = False, beside: Beside | None = None):
+def _streamed(pretrained: Pretrained) -> int:
+    from jaxtune.train.config import MemoryConfig
+    from jaxtune.train.spec import loading
+
+    if level := loading.streamed_level(MemoryConfig(), pretrained, ()):
+        say(
+            f"note: the device has no room for all weights: those of {level} layers are in host memory", file=sys.stderr
+        )
+    return level
+
+
+def load(options: argparse.Namespace, pictures: bool = False, streams: bool = False, beside: Beside | None = None):
     """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder. Programs compiled
     from then on are kept.
 
-    pictures: load the tower, which an adapter that adapts it has anyway.
-    beside: as for from_pretrained.
+    pictures: load the tower, which an adapter that adapts it has anyway. streams: where the device has no room, leave
+    weights of layers in host memory, and say so. beside: as for from_pretrained.
 
-    dtype None is the one that jaxtune recorded when it trained, else bfloat16, never config.json's. load_in None is an
-    adapter's base as in its training, else as the files store it. With an adapter, the tokenizer's EOS and the token
-    that ends a turn are among the model's end tokens. ValueError: there is no such model.
+    dtype None is the one that jaxtune recorded when it trained, else
+    bfloat16, never config.json's. load_in None is an adapter's base as in its training, else as the files store it.
+    With an adapter, the tokenizer's EOS and the token that ends a turn are among the model's end tokens. ValueError:
+    there is no such model.
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over
@@ -104,6 +116,11 @@ def load(options: argparse.Namespace, pictures: bool = False, beside: Beside | N
         dtype = (trained_over.of_run(folder) or trained_over.TrainedOver()).dtype
     with timing.phase("prepare"):
         model, tokenizer = jaxtune.from_pretrained(
-            options.model, dtype=dtype, load_in=options.load_in, pictures=pictures, beside=beside
+            options.model,
+            dtype=dtype,
+            load_in=options.load_in,
+            pictures=pictures,
+            streamed=_streamed if streams else None,
+            beside=beside,
         )
     return with_end_tokens(model, tokenizer) if adapter else model, tokenizer

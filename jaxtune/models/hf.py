@@ -53,7 +53,7 @@ from jaxtune.models.files.tensor_entries import dtype_name, is_kept_packed, list
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import freeze, matrices
 from jaxtune.models.placement import partition
-from jaxtune.models.placement.streams import host_shardings
+from jaxtune.models.placement.streams import declared_as_placed, host_shardings, streamed_layers
 from jaxtune.models.precision import DTYPES
 from jaxtune.models.registry import (
     config_from_hf,
@@ -187,10 +187,11 @@ class Pretrained:
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._kept, self._dtypes)
 
-    @property
-    def of_layers(self) -> list[str]:
-        """Names of the text model's matrices in layers."""
-        return [name for name, (path, v) in self._variables.items() if path[0] == "layers" and v.get_value().ndim > 1]
+    def streaming(self, level: int) -> list[str]:
+        """Names of the matrices in the layers that stream at a level (`streamed_layers`)."""
+        layers = {("layers", index) for index in streamed_layers(level, self.config.num_layers)}
+        variables = self._variables.items()
+        return [name for name, (path, v) in variables if path[:2] in layers and v.get_value().ndim > 1]
 
     @property
     def source(self) -> Source:
@@ -205,7 +206,7 @@ class Pretrained:
         cancelled: threading.Event | None = None,
         mesh: jax.sharding.Mesh | None = None,
         stay: Collection[str] = (),
-        streams: bool = False,
+        level: int = 0,
     ) -> Decoder:
         """Reads the weights. They are all trainable, or all frozen if any is quantised; a tower's are frozen.
 
@@ -214,15 +215,13 @@ class Pretrained:
             quantised. None: the default device has the model.
           stay: Hugging Face names of tensors that stay in host memory, as numpy arrays, unless they are stored
             quantised.
-          streams: whether the matrices of layers go to pinned host memory; without a mesh.
+          level: of how many layers the matrices go to pinned host memory and stream; without a mesh.
 
         Raises ValueError for numbers that are not finite and, without a mesh, for too little memory on the first
         device.
         """
         stay = [name for name in stay if not isinstance(self._entries.get(name), StoredEntry)]
-        pinned = {
-            name: functools.partial(host_shardings, self._variables[name][1]) for name in self.of_layers if streams
-        }
+        pinned = {name: functools.partial(host_shardings, self._variables[name][1]) for name in self.streaming(level)}
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
             elsewhere = [*stay, *pinned]
@@ -263,7 +262,7 @@ class Pretrained:
     def _model(self, values: Mapping[str, object]) -> Decoder:
         """values: {name: array, or its shape}."""
         state = nnx.from_flat_state([(path, v.replace(values[name])) for name, (path, v) in self._variables.items()])
-        model = nnx.merge(self._graph, state)
+        model = nnx.merge(self._graph, declared_as_placed(state))
         if self.packed or self._encoded:
             model = freeze(model)
         elif model.vision is not None:
@@ -282,6 +281,7 @@ def from_pretrained(
     max_position_embeddings: int | None = None,
     pictures: bool = False,
     beside: Beside | None = None,
+    streamed: Callable[[Pretrained], int] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, a model that scores texts, or an adapter with the base
     that it names, to the default device: (model, tokenizer or None).
@@ -308,17 +308,18 @@ def from_pretrained(
       beside: called in a thread while the weights load, such as to compile, with the model as shapes (an adapter's
         base) and the bytes of device memory that it leaves free, or None; its errors are raised. Not called for a
         checkpoint that is stored quantised, whose shapes only its bytes show.
+      streamed: says, by the files' headers, of how many layers the weights stay in pinned host memory and stream.
 
     Raises ValueError for an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little
     memory.
     """
     if base_of(path) is not None:
         longer = rope_scaling, max_position_embeddings
-        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures, beside)
+        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures, beside, streamed)
         return load_adapter(model, path), tokenizer
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions, pictures)
-    return _loaded(pretrained, (pretrained.folder,), beside)
+    return _loaded(pretrained, (pretrained.folder,), beside, streamed)
 
 
 def load_base(
@@ -331,6 +332,7 @@ def load_base(
     max_position_embeddings: int | None = None,
     pictures: bool = False,
     beside: Beside | None = None,
+    streamed: Callable[[Pretrained], int] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
     the adapter folder's tokenizer, else the base's, or None). FP8 products of training are FP8 again, unless load_in is
@@ -343,7 +345,7 @@ def load_base(
       precision: {pattern over names: dtype or format} of modules stored and computed otherwise.
       rope_scaling, max_position_embeddings: in place of config.json's, for longer documents.
       pictures: whether the tower is loaded too.
-      beside: as for from_pretrained.
+      beside, streamed: as for from_pretrained.
 
     dtype, load_in and precision that are None, and rope_scaling and max_position_embeddings if both are, stand for what
     the folder records of the training, else for the base's own.
@@ -359,7 +361,8 @@ def load_base(
         positions = over.positions
     pretrained = Pretrained(base, dtype, base_format, max_length, words, positions, pictures)
     in_fp8 = over.compute == "fp8" and base_format == over.load_in
-    return _loaded(pretrained, (folder, pretrained.folder), beside, quant.compute_in_fp8 if in_fp8 else _unchanged)
+    changed = quant.compute_in_fp8 if in_fp8 else _unchanged
+    return _loaded(pretrained, (folder, pretrained.folder), beside, streamed, changed)
 
 
 def _format(load_in: str | None) -> str | None:
@@ -374,6 +377,7 @@ def _loaded(
     pretrained: Pretrained,
     tokenizers: Sequence[Path],
     beside: Beside | None,
+    streamed: Callable[[Pretrained], int] | None,
     changed: Callable[[Decoder], Decoder] = _unchanged,
 ) -> tuple[Decoder, Any]:
 
@@ -390,7 +394,7 @@ def _loaded(
         with timing.phase("devices"):
             free = load_memory.free_bytes()
         ends = pool.submit(call_beside, None if free is None else float(free - pretrained.device_bytes()))
-        model = changed(pretrained.load())
+        model = changed(pretrained.load(level=0 if streamed is None else streamed(pretrained)))
         with timing.phase("wait", "the tokenizer"):
             loaded = tokenizer.result()
         with timing.phase("wait", "programs"):

@@ -219,6 +219,8 @@ def evaluate(
         of_run = replace(config, data=data, evaluation=replace(evaluation, exact_match_rows=0))  # asked below
     with loading(config, trains=False) as (_, tokenizer, model):
         trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
+    for line in trainer.stream_lines():
+        console.print(fitted(line, console), markup=False, highlight=False)
     if scored.result is not None and config.data.eval_rows:
         _require_same_split(scored.result, trainer)
     for warning in rows_report.held_out_warnings(trainer.train_data, trainer.eval_data):

@@ -181,7 +181,7 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
     config = dataclasses.replace(
         config, model=plain, adapter=None, qat=None, objective=ObjectiveConfig(), precision=config.computes_in
     )
-    with loading(config, trains=False) as (_, tokenizer, model):
+    with loading(config, trains=False, streams=False) as (_, tokenizer, model):
         _require_measurable(model)
         trainer = Trainer(model, tokenizer, config, trains=False)
     dataset = trainer.train_data if trainer.eval_data is None else trainer.eval_data

@@ -26,7 +26,7 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches
-from jaxtune.train.data.packing.pairs import PairDataset
+from jaxtune.train.data.packing.pairs import PackedPairs, PairDataset
 from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
 from jaxtune.train.display import rows_report
 from jaxtune.train.display.precision_notes import precision_notes, reference_notes, rounding_notes
@@ -280,10 +280,9 @@ class Trainer:
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
         saved_count = len(saved_steps(self.output / CHECKPOINTS))
         sets = (self.train_data, self.eval_data)
-        pairs = [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
         caches = {
             "log-probabilities of the teacher": self.stored.unwritten(sets),
-            "log-probabilities of the reference": references.unwritten(pairs, config.data.cache_dir),
+            "log-probabilities of the reference": references.unwritten(self._pairs, config.data.cache_dir),
         }
         delivered = (self.output, checkpoint, config.export)
         written = written_by(*delivered, self.model.prepared, trained, size, saved_count, self.total_steps)
@@ -424,7 +423,25 @@ class Trainer:
             model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.step.needs.rows_before
         )
         phases = [*self.stored.phases(self.engine), *phases]
-        return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
+        lines = phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
+        rows = {
+            "the reference's": sum(len(pairs) for pairs in self._pairs if references.unwritten([pairs], None)),
+            "an evaluation's": 0 if self.eval_batches is None else self.eval_batches.steps_per_epoch * self.engine.rows,
+        }
+        return lines + plan_text.pass_lines(planner.plan, planner.cost, planner.device, rows)
+
+    @property
+    def _pairs(self) -> list[PackedPairs]:
+        """Rows of pairs, trained on and held out."""
+        sets = (self.train_data, self.eval_data)
+        return [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
+
+    def stream_lines(self) -> list[str]:
+        """Of a trainer that only evaluates: the weights that stream, and the time that its rows take."""
+        planner, batches = self.engine.planner, self.eval_batches
+        if not isinstance(planner, ForwardPlanner) or batches is None:
+            return []
+        return planner.lines(batches.steps_per_epoch * self.engine.rows)
 
     def notes(self) -> list[str]:
         config, model = self.config, self.model

@@ -13,11 +13,14 @@ import threading
 import weakref
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
 from checks import shapes_of
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from random_weights import write_checkpoint
 from tiny import CONFIGS
 from tiny_models import tiny_model
@@ -27,13 +30,23 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.placement.streams import streamed_layers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.system.program_cache import use_program_cache
 from jaxtune.train import app
-from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
+from jaxtune.train.config import (
+    AdapterConfig,
+    DataConfig,
+    EvaluationConfig,
+    MemoryConfig,
+    MetricsConfig,
+    ModelConfig,
+    QatConfig,
+)
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.engine.programs import Engine
 from jaxtune.train.planning import cost
+from jaxtune.train.planning.devices import Device, find_device
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec import loading
 from jaxtune.train.trainer import Trainer
@@ -276,6 +289,68 @@ def test_rows_that_cannot_be_used_end_the_loading(folder, monkeypatch):
     monkeypatch.setattr(Pretrained, "load", lambda pretrained, cancelled, mesh, stay, streams: cancelled.wait(600))
     with pytest.raises(ValueError, match=r"none\.jsonl"):
         app.run(command_config(folder, data=DataConfig(train="none.jsonl", length=LENGTH)))
+
+
+def test_layers_are_loaded_into_host_memory_as_far_as_there_is_room(tmp_path):
+    """Where weights crowd the device, and where memory.plan says of how many layers; no more than it says."""
+    config = CONFIGS["mistral"] | {"num_hidden_layers": 5}
+    write_checkpoint(tmp_path, config, shapes_of(config))
+    pretrained = Pretrained(tmp_path)
+    model = nnx.eval_shape(lambda: Decoder(pretrained.config, jax.random.key(0), "bfloat16"))
+    sizes = [2 * sum(a.size for a in jax.tree.leaves(nnx.state(layer)) if a.ndim > 1) for layer in model.layers]
+    gpu = dataclasses.replace(find_device("H200"), memory_bytes=1e3)
+
+    def level_of(plan: str | None, device: Device) -> int:
+        with mock.patch.object(loading, "_device", lambda: device):
+            return loading.streamed_level(MemoryConfig(plan=plan), pretrained, [])
+
+    @given(st.integers(0, 2 * sum(sizes)), st.integers(1, 5))
+    def check(room, asked):
+        gpu_of_host = dataclasses.replace(gpu, host_memory_bytes=4e9 + 2**30 + room, host_bytes=float(room))
+        pinned = [sum(sizes[index] for index in streamed_layers(level, 5)) for level in range(6)]
+        most = max(level for level in range(6) if pinned[level] <= room)
+        assert level_of(None, gpu_of_host) == most
+        assert level_of(None, dataclasses.replace(gpu_of_host, memory_bytes=1e12)) == 0
+        assert level_of(None, dataclasses.replace(gpu_of_host, link=0.0)) == 0
+        assert level_of("recompute", gpu_of_host) == 0
+        plan = f"recompute; tile=512; streamed={asked}"
+        if asked <= most:
+            assert level_of(plan, gpu_of_host) == asked
+        else:
+            fix = f"streamed={most} or less, or a host" if most else ": a host"
+            with pytest.raises(ValueError, match=f"streamed={asked}' pins .* this device may pin .*{fix}"):
+                level_of(plan, gpu_of_host)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("how", "changes", "level"),
+    [
+        ({}, {}, 1),
+        ({"trains": False}, {}, 1),
+        ({"trains": False}, {"adapter": None}, 1),  # an evaluation, which freezes the model
+        ({"trains": False, "streams": False}, {"adapter": None}, 0),
+        ({}, {"adapter": None}, 0),
+        ({}, {"qat": QatConfig("int8")}, 0),
+        ({"trains": False}, {"evaluation": EvaluationConfig(exact_match_rows=2)}, 0),
+    ],
+    ids=str,
+)
+def test_what_streams_is_loaded_into_host_memory(how, changes, level, folder, monkeypatch):
+    levels = []
+
+    def load(pretrained, cancelled, mesh, stay, level):
+        levels.append(level)
+        raise CancelledError
+
+    monkeypatch.setattr(Pretrained, "load", load)
+    data = dataclasses.replace(command_config(folder).data, eval="held out")
+    settings = {"adapter": AdapterConfig(), "memory": MemoryConfig(plan="recompute; streamed=1"), "data": data}
+    config = command_config(folder, **(settings | changes))
+    with pytest.raises(CancelledError), loading.loading(config, **how) as (weights, *_):
+        weights.result()
+    assert levels == [level]
 
 
 def test_a_cancelled_load_ends(folder):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.models.files.published import PUBLISHED
-from jaxtune.models.placement.streams import PINNED
+from jaxtune.models.placement.streams import PINNED, streamed_layers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.config import (
@@ -26,15 +26,17 @@ from jaxtune.train.config import (
     TrainConfig,
 )
 from jaxtune.train.folder.translations import section, translated
-from jaxtune.train.planning import movables
+from jaxtune.train.log.metrics import duration
+from jaxtune.train.planning import devices, movables
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.planning.forecasts import forecast, pass_seconds
+from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.host_room import places
 from jaxtune.train.planning.parts import ARRIVING
 from jaxtune.train.planning.plan import StepPlan, parse_plan
-from jaxtune.train.planning.plan_text import plan_lines
+from jaxtune.train.planning.plan_text import pass_lines, plan_lines
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
@@ -103,12 +105,76 @@ def test_residuals_and_weights_share_the_link():
     assert slow.wait_seconds > 0 and slow.step_seconds > 2 * size / 10e9
 
 
+@given(st.floats(2e9, 90e9), st.integers(1, 8), st.sampled_from((512, 2048, 8192)))
+@settings(max_examples=25)
+def test_a_pass_without_a_backward_takes_what_its_products_or_the_link_need(link, rows, length):
+    costs, device = streaming().reshaped(rows=rows, length=length), dataclasses.replace(H200, link=link)
+    residuals, _ = parse_plan("recompute", 32, costs.layers.all_residuals)
+    stays, streams = StepPlan(residuals, 1, 1024), StepPlan(residuals, 1, 1024, {"streamed": 32})
+    products, both = (pass_seconds(costs, plan, device) for plan in (stays, streams))
+    size = sum(costs.movables["streamed"].layer_bytes)
+    assert max(products, size / link) <= both <= products + 1.1 * size / link
+    assert pass_seconds(costs, stays, dataclasses.replace(device, link=1e9)) == products
+    again = dataclasses.replace(costs, reference_runs=1)  # of a frozen model in each loss
+    with_reference, without = (forecast(each, streams, device).device_seconds for each in (again, costs))
+    assert with_reference - without == pytest.approx(both)
+    (line,) = pass_lines(streams, costs, device, {"the reference's": 0, "an evaluation's": 3 * rows})
+    by = "the link" if size / link > both * 0.9 else "products"
+    speed = rows * length / both
+    assert line.startswith(
+        f"  a pass without a backward makes {speed:,.0f} tokens/s, bound by {by}: an evaluation's over"
+    )
+    assert line.endswith(f" {3 * rows:,} rows {duration(3 * both)}")
+    assert not pass_lines(stays, costs, device, {"an evaluation's": 3}) + pass_lines(streams, costs, device, {"": 0})
+
+
+@given(st.floats(5e9, 40e9), st.floats(5e9, 60e9))
+@settings(max_examples=8)
+def test_a_forward_pass_streams_where_the_weights_do_not_fit(memory, host):
+    device = dataclasses.replace(H200, memory_bytes=memory, host_memory_bytes=host, host_bytes=0.7 * host)
+    planner = ForwardPlanner(model_8b(), StepSpec.of(dataclasses.replace(CONFIG, micro_batches=None)), device)
+    level = planner.plan.level("streamed")
+    rooms = [planner._room(plan) - planner.working_bytes(plan) for plan in planner._plans]
+    chosen = planner._plans.index(planner.plan)
+    assert all(room < 0 for room in rooms[:chosen]) and (rooms[chosen] >= 0 or chosen == len(rooms) - 1)
+    moved = sum(costs_of().movables["streamed"].layer_bytes[index] for index in streamed_layers(level, 32))
+    assert moved <= max(min(0.7 * host, host - 4e9), 0.0)
+    assert planner.weight_bytes == pytest.approx(planner._all_bytes - moved)
+    lines = planner.lines(12)
+    assert [f"weights of {level} layers stream" in line for line in lines] == [True, False][: 2 * bool(level)]
+    least = ForwardPlanner(model_8b(), planner_spec("recompute; streamed=5"), device).plan
+    assert least.level("streamed") == 5
+
+
+def planner_spec(plan: str) -> StepSpec:
+    return StepSpec.of(dataclasses.replace(CONFIG, memory=MemoryConfig(plan=plan)))
+
+
 def test_a_host_without_room_or_link_gets_none():
     costs = streaming()
     for device in (dataclasses.replace(H200, host_memory_bytes=6e9), dataclasses.replace(H200, link=0.0)):
         assert not any(placed.level("streamed") for placed in places(costs, device))
     half = dataclasses.replace(H200, host_memory_bytes=16e9)
     assert {placed.level("streamed") for placed in places(costs, half)} == {0, 8, 16}
+
+
+@given(st.integers(0, 32), st.sampled_from(("keep", "recompute", "offload")), st.floats(4e9, 60e9))
+@settings(max_examples=20)
+def test_a_plan_of_the_config_over_the_host_is_refused(level, residuals, host):
+    costs, device = streaming(), dataclasses.replace(H200, host_memory_bytes=host, host_bytes=0.7 * host)
+    text = f"{residuals}; streamed={level}" if level else residuals
+    fixed = StepSpec.of(dataclasses.replace(CONFIG, memory=MemoryConfig(plan=text)))
+    plan, moved = parse_plan(text, 32, costs.layers.all_residuals)
+    needed = forecast(costs, StepPlan(plan, 1, 1024, moved), device).host_bytes
+    beside = 4e9 + costs.saved_bytes
+    if min(devices.pool_bytes(needed), 0.7 * host) + beside > host or needed > 0.7 * host:
+        if needed:
+            words = rf"memory.plan = '{text}' pins {needed / 1e9:.1f} GB of host memory, of which .* have fewer layers"
+            with pytest.raises(ValueError, match=words):
+                choose(costs, fixed, device, None)
+            return
+    best = choose(costs, fixed, device, None)
+    assert best.plan.text == text and best.host_bytes == needed
 
 
 def test_its_word_is_read_written_and_refused():

@@ -178,7 +178,8 @@ def test_a_save_needs_host_memory_beside_what_the_step_pinned(tmp_path):
     host = {each.name: each.host_bytes for each in found}
     assert host["step"] == 19e9 and host["save"] == 19e9 + host["resume"] > 19e9
     lines = phase_lines(found, None, 19e9)
-    assert len(lines) == 2 and "warning: save will need 19.00 GB of 19.00 GB of host memory: " in lines[1]
+    for line, name in zip(lines[1:], ("save", "export"), strict=True):
+        assert f"warning: {name} will need 19.00 GB of 19.00 GB of host memory: " in line
     assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N" in lines[1]
 
 

@@ -24,6 +24,7 @@ from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    MemoryConfig,
     OptimConfig,
     ScheduleConfig,
 )
@@ -311,7 +312,7 @@ def test_settings_that_do_not_go_together(tmp_path):
 # ---- runs
 
 
-def trainer_of(output, name="dpo", model=None, rows=None, eval_rows=None, **changes):
+def trainer_of(output, name="dpo", model=None, rows=None, eval_rows=None, keeps_model=True, **changes):
     settings = dict(
         steps=12,
         rows_per_step=8,
@@ -324,7 +325,7 @@ def trainer_of(output, name="dpo", model=None, rows=None, eval_rows=None, **chan
     )
     config = make_config(output, **(settings | changes))
     rows, eval_rows = rows or pair_set(pairs(64)), eval_rows or pair_set(pairs(24, seed=1))
-    return Trainer(model or lora_model(), None, config, rows, eval_rows)
+    return Trainer(model or lora_model(), None, config, rows, eval_rows, keeps_model=keeps_model)
 
 
 def held_out(trainer, key):
@@ -382,6 +383,24 @@ def same_bits(one, other):
 @pytest.mark.full
 def test_a_signal_in_the_middle_changes_no_bit(run, tmp_path):
     same_bits(run[1], interrupted(tmp_path))
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_a_run_whose_weights_stream_is_the_same_run(precomputed, tmp_path):
+    """Its reference, in each loss or before the first step, and its evaluations have them from the host, too."""
+
+    def trained(plan: str):
+        settings = dict(
+            steps=2,
+            memory=MemoryConfig(plan=plan),
+            objective=ObjectiveConfig("dpo", precompute_ref_log_probs=precomputed),
+        )
+        trainer = trainer_of(tmp_path / plan, model=lora_model(layers=2), keeps_model=False, **settings)
+        return trainer.train(), held_out(trainer, "eval_loss"), trainer.planner.plan.level("streamed")
+
+    (model, losses, level), (want, want_losses, _) = trained("recompute; streamed=2"), trained("recompute")
+    assert level == 2 and losses == want_losses and len(losses) == 2
+    same_bits(model, want)
 
 
 @pytest.mark.parametrize("name", ["orpo", "simpo"])

@@ -12,6 +12,7 @@ from jaxtune import cli
 from jaxtune.models import hf
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement.streams import PINNED
+from jaxtune.train.spec import loading
 from tests.faults.command import make_folder
 
 LAYERS = 4
@@ -46,7 +47,7 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
 
     def load(self, *arguments, **options):
         model = loads(self, *arguments, **options)
-        weight = model.layers[0].mlp.down_proj.weight.get_value()
+        weight = model.layers[-1].mlp.down_proj.weight.get_value()
         kinds.append({array.sharding.memory_kind for array in jax.tree.leaves(weight)})
         return model
 
@@ -60,9 +61,18 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
     train(folder, name, plan, *more, "steps=3")
     assert PINNED in kinds[-1] and results(train(folder, name, plan, *more)) == want
     assert "weights of 3 layers stream from the host" in "".join(capsys.readouterr())
-    assert cli.main(["evaluate", str(folder / name / "config.yaml")]) == 0
+    with monkeypatch.context() as crowded:
+        crowded.setattr(loading, "streamed_level", lambda *_: 3)
+        assert cli.main(["export", str(folder / name / "adapter"), str(folder / f"{name}-export")]) == 0
+    assert PINNED in kinds[-1] and "those of 3 layers are in host memory" in capsys.readouterr().err
+    exported = (folder / f"{name}-export" / "model.safetensors").read_bytes()
+    assert exported == want["merged/model.safetensors"]
     last = json.loads((folder / name / "results.json").read_text())["eval_loss"]["last"]
-    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(last, abs=1e-3)
+    for more in ([], ["adapter=null", f"model.path={folder / name / 'merged'}", "model.load_in=null"]):
+        assert cli.main(["evaluate", str(folder / name / "config.yaml"), *more]) == 0
+        written = capsys.readouterr()
+        assert json.loads(written.out)["eval_loss"] == pytest.approx(last, abs=1e-3)
+        assert PINNED in kinds[-1] and "weights of 3 layers stream from the host" in written.err
 
 
 def test_a_run_that_samples_or_rounds_does_not_stream(folder, capsys):

@@ -27,6 +27,7 @@ from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Frozen, Linear, NeverTrained, merged_weight, trained
 from jaxtune.models.lora import copy_structure, has_adapter, matrices, stop_rounding
 from jaxtune.models.observed_inputs import recorded
+from jaxtune.models.placement.streams import declared, is_on_host, on_device
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.models.stack.stack_layers import UNTUNED
 from jaxtune.pallas import dispatch
@@ -131,7 +132,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[jax.stages.Wrapped, tuple]:
     """(the program that merges a matrix, its arguments). The matrix is decoded here."""
-    weight = dense(linear.stored_weight, dtype)
+    weight = dense(on_device(linear.stored_weight), dtype)
     probe = np.random.default_rng(index).standard_normal((_PROBES, linear.sizes[-1]), np.float32)
     assert linear.lora is not None
     if isinstance(linear, ExpertLinear):
@@ -174,7 +175,7 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
     """The merged model's weight of a matrix without an adapter: decoded, and rounded to its grid of QAT."""
-    weight = dense(linear.stored_weight, dtype)
+    weight = dense(on_device(linear.stored_weight), dtype)
     transposed = isinstance(linear, ExpertLinear) and linear.transposed
     return weight if linear.fake_quant is None else round_to_grid(weight, linear.fake_quant, transposed)
 
@@ -220,12 +221,12 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
         changed += matrix.lora is not None or isinstance(weight, Stored)
         if matrix.lora is not None:
             make = functools.partial(_merged_matrix, name, matrix, index, model.dtype, dtype)
-        elif isinstance(weight, Stored) or rounded:
+        elif isinstance(weight, Stored) or rounded or is_on_host(weight):
             make = functools.partial(_plain_matrix, matrix, model.dtype)
         else:
             continue
         form = jax.ShapeDtypeStruct(weight.shape, model.dtype if isinstance(weight, Stored) else weight.dtype)
-        linear.weight = trained(linear.weight, form)
+        linear.weight = trained(declared(linear.weight, form, False), form)
         linear.lora = nnx.data(None)
         linear.fp8 = False
         stop_rounding(linear)
@@ -245,8 +246,9 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
     merged.qat = None if spec is None else recorded(model, spec)
     for _, module in nnx.iter_modules(merged):
         for key, value in list(vars(module).items()):
-            if isinstance(value, Frozen) and not isinstance(value, NeverTrained):
-                setattr(module, key, trained(value, value.get_value()))
+            if isinstance(value, Frozen):
+                value = declared(value, on_device(value.get_value()), False)
+                setattr(module, key, value if isinstance(value, NeverTrained) else trained(value, value.get_value()))
     merged.base_digest = merged.base_fingerprint = None  # it is another base now
     # Matched by the identity of the variable and not by a name, so that no other tensor can be written in its place.
     maker_of = {

@@ -21,6 +21,7 @@ from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, merged_weight, row_norm
 from jaxtune.models.lora import copy_structure, matrices
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.streams import on_device
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.models.stack.stack import run_stack
 from jaxtune.models.stack.stack_layers import UNTUNED
@@ -84,7 +85,7 @@ class Merged(Stored):
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
         """Rounded to the grid of QAT, then to the dtype of the stored merged weight, before the cast to `dtype`."""
-        weight = dense(self.base, self.dtype_name)
+        weight = dense(on_device(self.base), self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:
                 adapters = (weight, self.a, self.b)

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files import quant
 from jaxtune.models.lora import copy_structure, matrices, name_matches
+from jaxtune.models.placement.streams import on_device
 from jaxtune.models.registry import tensor_names
 from jaxtune.pallas.formats import FORMATS, Stored, dense
 
@@ -54,8 +55,10 @@ class Weights:
     makers: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
 
     def maker(self, name: str, variable: nnx.Variable) -> Callable[[], Any]:
-        """The function that returns a tensor's value. name, variable: an item of tensors_of(self.model)."""
-        return self.makers.get(name, variable.get_value)
+        """The function that returns a tensor's value, on the device if the variable streams. name, variable: an item of
+        tensors_of(self.model).
+        """
+        return self.makers.get(name) or (lambda: on_device(variable.get_value()))
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
         """Replaces matrices. changes: {name, as in lora.matrices: old weight -> new}; traced now for shapes, called

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.streams import on_device
 
 Array = jax.Array | np.ndarray
 Piece = tuple[int, Callable[[], np.ndarray]]  # (its bytes, a function that returns them: uint8[bytes])
@@ -21,8 +22,10 @@ def pieces_of(array: Array, piece_bytes: int) -> list[Piece]:
     """Divides a tensor into pieces of consecutive bytes in row-major order, whole rows of at most `piece_bytes` or one
     larger row. A piece's function copies it to the host; call each once, in any order.
 
-    An array on one device is cut there. One that is divided is copied here, whole: all processes must call this.
+    An array on one device, or pinned, is cut there. One that is divided is copied here, whole: all processes must call
+    this.
     """
+    array = on_device(array)
     if not isinstance(array, jax.Array) or len(array.sharding.device_set) > 1 or not array.is_fully_addressable:
         array = np.asarray(partition.on_host(array), order="C")
     if array.nbytes <= piece_bytes or array.ndim < 2:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import jax
-import numpy as np
 from flax import nnx
 
 PINNED = "pinned_host"
@@ -48,23 +47,25 @@ def host_shardings(variable: nnx.Variable, value: object) -> object:
     return jax.tree.unflatten(jax.tree.structure(value), shardings)
 
 
+def is_on_host(array: object) -> bool:
+    """Whether an array, which may be traced, is in pinned host memory."""
+    return isinstance(array, jax.Array) and jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
 def on_device[T](tree: T) -> T:
-    """The tree with its pinned arrays copied to their devices."""
-    return _of_pinned(lambda array: jax.device_put(array, array.sharding.with_memory_kind("device")), tree)
+    """The tree with copies on the device of its pinned arrays, which may be traced."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if is_on_host(leaf) else leaf, tree)
 
 
-def unpinned[T](tree: T) -> T:
-    """The tree with numpy copies of its pinned arrays, which take part in any computation."""
-    return _of_pinned(np.asarray, tree)
+def declared_as_placed[T](tree: T) -> T:
+    """The tree with variables that stream if their arrays are pinned."""
 
+    def of(leaf: object) -> object:
+        if not _is_variable(leaf):
+            return leaf
+        return declared(leaf, leaf.get_value(), any(map(is_on_host, jax.tree.leaves(leaf.get_value()))))
 
-def _of_pinned[T](function: Callable[[jax.Array], jax.Array | np.ndarray], tree: T) -> T:
-    def of(array: object) -> object:
-        if isinstance(array, jax.Array) and array.sharding.memory_kind == PINNED:
-            return function(array)
-        return array
-
-    return jax.tree.map(of, tree)
+    return jax.tree.map(of, tree, is_leaf=_is_variable)
 
 
 def _large(variable: nnx.Variable) -> list[bool]:

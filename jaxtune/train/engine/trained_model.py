@@ -19,7 +19,7 @@ from jaxtune.models.linear import InputScale
 from jaxtune.models.lora import copy_structure, has_adapter, linears, matrices
 from jaxtune.models.observed_inputs import known_scales, observed_scales, with_input_scales
 from jaxtune.models.placement import partition
-from jaxtune.models.placement.streams import unpinned
+from jaxtune.models.placement.streams import declared_as_placed
 from jaxtune.models.programs.compiling import out_of_memory
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.system import processes, timing
@@ -239,7 +239,7 @@ class TrainedModel:
         changes = {id(array): copy for array, copy in arrays if copy is not array}
         if changes:
             graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
-            frozen = jax.tree.map(lambda array: changes.get(id(array), array), frozen)
+            frozen = declared_as_placed(jax.tree.map(lambda array: changes.get(id(array), array), frozen))
             self.frozen, self.given = moved, nnx.merge(graph, trainable, frozen)
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
@@ -309,15 +309,15 @@ class TrainedModel:
 
     def finished(self, trainable: Any) -> Decoder:
         """A new model without a teacher: the given one with the trained tensors in the dtypes in which they were given;
-        it shares the frozen arrays. It is on the mesh's devices, tables and weights that streamed perhaps on the host,
-        as numpy arrays; in several processes with whole arrays, a copy on one device each.
+        it shares the frozen arrays. It is on the mesh's devices, tables perhaps on the host as numpy arrays, and
+        weights that streamed still do; in several processes with whole arrays, a copy on one device each.
 
         After QAT, a model with adapters still rounds, and merge_adapter converts it. Without adapters it is converted
         here, and its base_digest and base_fingerprint are None, as its weights changed.
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
-        model = nnx.merge(self._graph_alone, trained, unpinned(frozen), self.scales)
+        model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.
             model.base_digest = model.base_fingerprint = None

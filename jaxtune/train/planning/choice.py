@@ -16,7 +16,7 @@ from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, ResidualPl
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast, forecast, head_forecast
-from jaxtune.train.planning.host_room import beside_moved, places
+from jaxtune.train.planning.host_room import beside_moved, lacking_pinned, pinned_refusal, places
 from jaxtune.train.planning.layer_forecasts import LayerForecast, bytes_with_gaps
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.movables.movable import Movable
@@ -52,7 +52,7 @@ def choose(
     """The forecast of the fastest plan whose predicted peak is within `budget_bytes`.
 
     Of equally fast plans (to 0.1 ms) the one that moves least wins, then the lowest peak. What is moved must gain
-    `Movable.worth`, unless only such plans fit. memory.plan is not checked against host memory.
+    `Movable.worth`, unless only such plans fit.
 
       budget_bytes: None: no limit.
       chunk_logits: candidates for the most logits (tokens x vocabulary) at a time in the loss.
@@ -60,7 +60,7 @@ def choose(
       alike_bytes: device memory for plans that run like these (`_runs`).
       costs: of a step on one device.
 
-    PlanError if nothing else fits; ValueError if a movable refuses or memory.plan is not for this model.
+    PlanError if nothing else fits; ValueError if a movable refuses, or memory.plan is not for this model or its host.
     """
     for movable in costs.movables.values():
         if (refusal := movable.refusal(costs, device)) is not None:
@@ -93,6 +93,8 @@ def choose(
         for placed in places(limited, device):
             beside = beside_moved(placed, device)
             candidates += _candidates(placed, spec, fixed, beside, budget, chunk_logits, unlike, layers_of, alike_bytes)
+        if spec.memory.plan is not None:
+            candidates = _on_host(costs, candidates, spec.memory.plan, device)
         if fitting := [candidate for candidate in candidates if fits(candidate)]:
             break
     else:
@@ -108,6 +110,16 @@ def choose(
         if movable.at_last and fits(further := _further(costs, movable, best, device, budget)):
             best = further
     return best
+
+
+def _on_host(costs: StepCost, candidates: Sequence[Forecast], text: str, device: Device) -> list[Forecast]:
+    """Those of memory.plan for which the host has room; ValueError if there are none."""
+    rooms = [lacking_pinned(costs, each.plan, each.host_bytes, device) for each in candidates]
+    if None in rooms:
+        return [each for each, room in zip(candidates, rooms, strict=True) if room is None]
+    least = min(range(len(rooms)), key=lambda index: candidates[index].host_bytes)
+    fix = "have fewer layers streamed, or less offload, more micro_batches, or a host with more memory"
+    raise ValueError(pinned_refusal(text, candidates[least].host_bytes, rooms[least] or 0.0, device, fix))
 
 
 def _candidates(

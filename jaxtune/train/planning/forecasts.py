@@ -90,6 +90,15 @@ def _reference_forecast(costs: StepParts, plan: StepPlan, tokens: float, device:
     return seconds, layer.kept + layer.work_forward
 
 
+def pass_seconds(costs: StepCost, plan: StepPlan, device: Device) -> float:
+    """Of a pass without a backward over a step's rows under a plan, such as a reference's or an evaluation's; a layer
+    takes as long as its products or its weights on the link, whichever is longer.
+    """
+    costs = costs.placed(plan.moved)
+    one = _reference_forecast(costs, plan, costs.shape.tokens(plan.micro_batches), device)[0]
+    return plan.micro_batches * one
+
+
 @dataclasses.dataclass(frozen=True)
 class TowerForecast:
     """Of a micro-batch."""

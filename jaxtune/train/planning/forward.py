@@ -4,6 +4,7 @@ does not.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flax import nnx
@@ -15,10 +16,14 @@ from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.system import processes
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import CHUNK_LOGITS, splits
-from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.parts import StepParts
+from jaxtune.train.planning.host_room import places
+from jaxtune.train.planning.movables import MOVABLES
+from jaxtune.train.planning.movables.movable import Outcome
+from jaxtune.train.planning.parts import ARRIVING, FROZEN, StepParts
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.plan_text import pass_lines
 from jaxtune.train.planning.step_spec import StepSpec
 
 
@@ -45,11 +50,12 @@ def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: De
 
 
 class ForwardPlanner:
-    """Chooses micro-batches and logits at a time, so that a forward pass fits; has a Planner's `plan`, `device`,
-    `budget_bytes` and `cost`. If nothing fits, `plan` is the smallest, without an error.
+    """Chooses micro-batches, logits at a time and, where an adapter's base does not fit, the layers whose weights
+    stream, so that a forward pass fits; has a Planner's `plan`, `device`, `budget_bytes` and `cost`. If nothing fits,
+    `plan` is the last that was tried, without an error.
 
       model: may be abstract.
-      spec: its micro_batches is the least number that is tried.
+      spec: its micro_batches is the least number that is tried; memory.plan says how many layers stream.
       device: a jax.Device (then construction is collective), or the planner's Device.
       beside_bytes: of other weights on each device meanwhile.
     """
@@ -66,18 +72,47 @@ class ForwardPlanner:
         self.budget_bytes = devices.budget(spec.memory, self.device)
         self.cost = costs = step_cost(model, spec.forward)
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
-        self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.shard_count)
+        self._all_bytes = partition.bytes_per_device((trainable, frozen), divided.shard_count)
         residuals = ResidualPlan.uniform(RECOMPUTE, costs.shape.num_layers)
-        # The fewest micro-batches are tried first, and for each number of them the most logits at a time.
-        self._plans = [
-            StepPlan(residuals, count, chunk)
+        # The fewest micro-batches are tried first, and for each number of them the most logits at a time; each
+        # micro-batch waits for all weights that stream.
+        plans = [
+            StepPlan(residuals, count, chunk, placed.moved.levels)
+            for placed in self._placed(spec.memory.plan)
             for count in splits(costs.shape.rows, costs.shape.devices, None)
             if count >= (spec.micro_batches or 1)
             for chunk in sorted(self._chunks(count), reverse=True)
         ]
-        room = None if self.budget_bytes is None else self.budget_bytes - self.weight_bytes - beside_bytes
-        fitting = (plan for plan in self._plans if room is None or self.working_bytes(plan) <= room)
-        self.plan = next(fitting, self._plans[-1])
+        self._plans = sorted(plans, key=lambda plan: plan.micro_batches * sum(plan.moved.values()))
+        self.plan = next(filter(self._fits, self._plans), self._plans[-1])
+
+    def _placed(self, text: str | None) -> list[StepCost]:
+        """The costs with each number of layers whose weights may stream; memory.plan's alone if it has any."""
+        streaming = {word for word, movable in self.cost.movables.items() if movable.last_resort and movable.able}
+        asked = {word: min(MOVABLES[word].layers_on_host(text or ""), self.cost.shape.num_layers) for word in streaming}
+        limits = {word: (level, level) for word, level in asked.items() if level}
+        return places(self.cost.limited(dict.fromkeys(MOVABLES.keys() - streaming, (0, 0)) | limits), self.device)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Device bytes of the weights under the plan."""
+        return self._weights(self.plan)
+
+    def _weights(self, plan: StepPlan) -> float:
+        return self._all_bytes - self.cost.fixed[FROZEN] + self.cost.placed(plan.moved).fixed[FROZEN]
+
+    def _room(self, plan: StepPlan) -> float:
+        budget = math.inf if self.budget_bytes is None else self.budget_bytes
+        return budget - self._weights(plan) - self.beside_bytes
+
+    def _fits(self, plan: StepPlan, worse: float = 1.0) -> bool:
+        return worse * self.working_bytes(plan) <= self._room(plan)
+
+    def lines(self, rows: int) -> list[str]:
+        """The weights that stream, and the predicted time of a pass over so many rows; [] if none do."""
+        costs, outcome = self.cost.placed(self.plan.moved), Outcome(self.plan.residuals, self.plan.micro_batches, 0, 0)
+        lines = [line for word in self.plan.moved for line in costs.movables[word].lines(costs, outcome, self.device)]
+        return lines + pass_lines(self.plan, self.cost, self.device, {"an evaluation's": rows})
 
     def _chunks(self, count: int) -> set[int]:
         shape = self.cost.shape
@@ -85,7 +120,9 @@ class ForwardPlanner:
 
     def working_bytes(self, plan: StepPlan) -> float:
         """Device bytes beside the weights, by forecast."""
-        return forward_bytes(self.cost, self.cost.shape.tokens(plan.micro_batches), plan.chunk_tokens, self.device)
+        arriving = self.cost.placed(plan.moved).fixed.get(ARRIVING, 0.0)
+        tokens = self.cost.shape.tokens(plan.micro_batches)
+        return arriving + forward_bytes(self.cost, tokens, plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
         """Takes a smaller plan if `program` (jax.stages.Compiled) needs more than there is, as if other forecasts were
@@ -96,12 +133,11 @@ class ForwardPlanner:
         if self.budget_bytes is None or analysis is None:
             return False
         need = max(processes.all_of(float(analysis.temp_size_in_bytes)))
-        room = self.budget_bytes - self.weight_bytes - self.beside_bytes
-        if need <= room:
+        if need <= self._room(self.plan):
             return False
         worse = max(need / self.working_bytes(self.plan), 1.0)
         later = self._plans[self._plans.index(self.plan) + 1 :]
         if not later:
             return False
-        self.plan = next((plan for plan in later if worse * self.working_bytes(plan) <= room), later[-1])
+        self.plan = next((plan for plan in later if self._fits(plan, worse)), later[-1])
         return True

@@ -7,6 +7,7 @@ import dataclasses
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device, most_pinned_bytes
 from jaxtune.train.planning.movables.movable import Option
+from jaxtune.train.planning.plan import StepPlan
 
 HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 
@@ -33,19 +34,45 @@ def places(costs: StepCost, device: Device) -> list[StepCost]:
 
 def _fits(costs: StepCost, option: Option, device: Device) -> bool:
     """Whether the host has room for the costs with an option, and the device a link to it."""
-    if option.pageable_bytes and (not device.link or costs.moved.pageable_bytes > _host_bytes(costs, device)):
+    if option.pageable_bytes and (not device.link or _room(device, _beside(costs)) < 0):
         return False
     return not option.pinned_bytes or (device.link > 0 and _pinnable(costs, device) >= costs.moved.pinned_bytes)
 
 
-def _host_bytes(costs: StepCost, device: Device) -> float:
-    """Host memory without a checkpoint's copy: without room for it the first save kills the run."""
-    return device.host_memory_bytes - costs.saved_bytes - HOST_OTHER_BYTES
+def _room(device: Device, beside_bytes: float) -> float:
+    return device.host_memory_bytes - HOST_OTHER_BYTES - beside_bytes
+
+
+def _beside(costs: StepCost) -> float:
+    """With a checkpoint's copy: without room for it the first save kills the run."""
+    return costs.saved_bytes + costs.moved.pageable_bytes
 
 
 def _pinnable(costs: StepCost, device: Device) -> float:
-    """XLA's pool must fit beside everything else."""
-    return most_pinned_bytes(device, _host_bytes(costs, device) - costs.moved.pageable_bytes)
+    return pinnable_bytes(device, _beside(costs))
+
+
+def pinnable_bytes(device: Device, beside_bytes: float) -> float:
+    """The most bytes that may be pinned for a device while its process has `beside_bytes` of other host memory, and
+    Python's: at most 70 % of the host, and XLA's pool fits beside.
+    """
+    return most_pinned_bytes(device, _room(device, beside_bytes))
+
+
+def lacking_pinned(costs: StepCost, plan: StepPlan, pinned_bytes: float, device: Device) -> float | None:
+    """Bytes that may be pinned where a plan moves something to the host and pins more (`pinned_bytes`); else None."""
+    placed = costs.placed(plan.moved)
+    if device.name == "cpu" or pinned_bytes <= max(room := _pinnable(placed, device), costs.moved.pinned_bytes):
+        return None
+    return room
+
+
+def pinned_refusal(plan: str, pinned_bytes: float, room_bytes: float, device: Device, fix: str) -> str:
+    """An error's words on a plan that pins more than there is room for."""
+    return (
+        f"memory.plan = {plan!r} pins {pinned_bytes / 1e9:.1f} GB of host memory, of which this device may pin "
+        f"{room_bytes / 1e9:.1f} GB of {device.host_memory_bytes / 1e9:.1f} GB: {fix}"
+    )
 
 
 def beside_moved(costs: StepCost, device: Device) -> Device:

@@ -31,7 +31,7 @@ from jaxtune.train.objectives.objective import Column, ReferenceColumn
 from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
-from jaxtune.train.planning.parts import STATES, StepParts
+from jaxtune.train.planning.parts import ARRIVING, STATES, StepParts
 
 _LESS_SAVED = (
     "a smaller model or, where it is host memory that is short, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N in the "
@@ -164,7 +164,7 @@ def phases_of(
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
     if isinstance(rows_before, ReferenceColumn):
-        copies = costs.moved.copied_bytes
+        copies = costs.moved.copied_bytes + costs.fixed.get(ARRIVING, 0.0)
         phases.append(Phase("reference", weights + copies + trained + states + forward, 0.0, less_rows))
     phases.append(Phase("step", step, pinned, less_rows))
     if data.eval is not None or data.eval_rows:
@@ -187,7 +187,7 @@ def phases_of(
             Phase(
                 "export",
                 weights + trained + start + merging,
-                start + host,
+                pinned + start + host,
                 f"export.merged=false, then `{spelled('export')}` on a machine with more memory",
             )
         )

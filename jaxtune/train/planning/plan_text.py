@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -12,9 +13,12 @@ from jaxtune.system.terminal import fitted
 from jaxtune.train.log.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import Forecast, tower_forecast
+from jaxtune.train.planning.forecasts import Forecast, pass_seconds, tower_forecast
 from jaxtune.train.planning.layer_forecasts import product_time
 from jaxtune.train.planning.movables.movable import Outcome
+from jaxtune.train.planning.plan import StepPlan
+
+_BY_LINK = 0.9  # of its time, from which on a pass is bound by the link
 
 
 def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
@@ -81,6 +85,24 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
         subject, seconds = f"{steps:,} steps take", steps * forecast.step_seconds
     price = "" if dollars_per_hour is None else f", for {seconds / 3600 * dollars_per_hour * devices:,.2f} dollars"
     return f"{subject} {duration(seconds)}{price}, evaluations and saves not counted"
+
+
+def pass_lines(plan: StepPlan, costs: StepCost, device: Device, rows: Mapping[str, int]) -> list[str]:
+    """The predicted time of passes without a backward, whose weights stream; [] where all are on the device.
+
+    rows: {whose pass: over how many rows}; none over 0.
+    """
+    costs = costs.placed(plan.moved)
+    if device.name == "cpu" or not costs.moved.link_bytes or not any(rows.values()):
+        return []
+    seconds = pass_seconds(costs, plan, device) / costs.shape.rows
+    link = plan.micro_batches * costs.moved.link_bytes * costs.shape.num_layers / (device.link or device.copy)
+    by = "the link" if link >= _BY_LINK * seconds * costs.shape.rows else "products"
+    passes = (f"{whose} over {count:,} rows {duration(count * seconds)}" for whose, count in rows.items() if count)
+    return [
+        f"  a pass without a backward makes {costs.shape.length / seconds:,.0f} tokens/s, bound by {by}: "
+        f"{', '.join(passes)}"
+    ]
 
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:

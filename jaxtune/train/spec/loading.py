@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import jax
 from jaxtune.models.adapters.adapter_files import load_adapter
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.heads import Head
@@ -33,8 +35,8 @@ from jaxtune.train.objectives.teachers import (
     with_teacher,
 )
 from jaxtune.train.planning import cost
-from jaxtune.train.planning.devices import find_device, limit, most_pinned_bytes
-from jaxtune.train.planning.host_room import HOST_OTHER_BYTES
+from jaxtune.train.planning.devices import Device, find_device, limit
+from jaxtune.train.planning.host_room import pinnable_bytes, pinned_refusal
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import layers_on_host, left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
@@ -44,13 +46,15 @@ _MOST_WEIGHTS = 0.8  # of the device's memory: if there are more, plans that fit
 
 
 @contextlib.contextmanager
-def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
+def loading(
+    config: TrainConfig, trains: bool = True, streams: bool = True
+) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
     """A context of (weights, tokenizer, model), with a distillation's teacher attached unless its values are stored or
     it is the model itself.
 
     Usually a thread loads: `weights` is a future, and `model` has shapes. `weights` is None and `model` has arrays for
     random weights, an adapter from a file, quantised checkpoints (a teacher's, too), whose shapes only their bytes
-    show, and without `trains`. With it, what a plan may have on the host stays there.
+    show, and without `trains`. With it, what a plan may have on the host stays there; with `streams` weights may.
 
     Leaving cancels loading. ValueError without a tokenizer, if the teacher gives a token another id, or if a checkpoint
     cannot be opened or read; the thread's errors come from `weights.result()`.
@@ -93,14 +97,15 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
     alone = partition.mesh_shape(*mesh_config.sizes).size == 1
     cancelled = threading.Event()
     generates = objective.samples or bool(config.evaluation.asking)
-    adapts = trains and alone and config.adapter is not None and config.qat is None and not generates
     tied = pretrained.config.tie_embeddings and objective.head.is_text
+    stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
+    able = streams and alone and config.qat is None and not generates and (config.adapter is not None or not trains)
+    level = streamed_level(config.memory, pretrained, stay) if able else 0
+    if level and config.adapter is None:  # an untrained one changes nothing, and all else is frozen
+        changes = objective.head, model_config, AdapterConfig(r=1), config.seed
 
     def load() -> Decoder:
-        stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-        crowded = adapts and _is_crowded(config.memory, pretrained.device_bytes(None, stay))
-        streams = adapts and layers_on_host(config.memory.plan, crowded)
-        model = adapted(pretrained.load(cancelled, mesh, stay, streams), *changes)
+        model = adapted(pretrained.load(cancelled, mesh, stay, level), *changes)
         return with_teacher(model, load_teacher(teacher, cancelled, mesh))
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)
@@ -119,13 +124,36 @@ def loading(config: TrainConfig, trains: bool = True) -> Iterator[tuple[Future[D
             cancelled.set()
 
 
-def _is_crowded(memory: MemoryConfig, weights_bytes: float) -> bool:
-    """Whether weights take most of the memory that a run may have, and the host has room for them."""
+def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[str]) -> int:
+    """Of how many layers the matrices are loaded into pinned host memory: memory.plan's, or as many as the host has
+    room for if weights take most of the device's memory, from where a plan moves some back. stay: names of tensors in
+    other host memory.
+
+    ValueError if the host has no room for memory.plan's.
+    """
+    on_device, layers = float(pretrained.device_bytes(None, stay)), pretrained.config.num_layers
+    here = _device()
+    beside = pretrained.device_bytes() - on_device + IN_FLIGHT_BYTES
+    room = math.inf if here.name == "cpu" else pinnable_bytes(here, beside)
+
+    def pinned(level: int) -> float:
+        return on_device - pretrained.device_bytes(None, [*stay, *pretrained.streaming(level)])
+
+    asked = 0 if memory.plan is None else min(layers_on_host(memory.plan), layers)
+    if memory.plan is None:
+        most = limit(memory, here)
+        asked = layers if here.link and most is not None and _MOST_WEIGHTS * most < on_device else 0
+    level = next(level for level in range(asked, -1, -1) if pinned(level) <= room)
+    if memory.plan is not None and level < asked:
+        fix = f"streamed={level} or less, or a host with more memory" if level else "a host with more memory"
+        raise ValueError(pinned_refusal(memory.plan, pinned(asked), room, here, fix))
+    return level
+
+
+def _device() -> Device:
     device = jax.local_devices()[0]
     name = "cpu" if device.platform == "cpu" else device.device_kind
-    here = find_device(name, (device.memory_stats() or {}).get("bytes_limit"))
-    most, room = limit(memory, here), most_pinned_bytes(here, here.host_memory_bytes - HOST_OTHER_BYTES)
-    return most is not None and _MOST_WEIGHTS * most < weights_bytes <= room
+    return find_device(name, (device.memory_stats() or {}).get("bytes_limit"))
 
 
 def _tokenizer(model_config: ModelConfig, folder: Path | None) -> Any:

@@ -21,6 +21,6 @@ def left_on_host(adapter: AdapterConfig | None, generates: bool, tied: bool) -> 
     return [name for movable in MOVABLES.values() for name in movable.left_on_host(adapter, generates, tied)]
 
 
-def layers_on_host(plan: str | None, crowded: bool) -> bool:
-    """As Movable.layers_on_host, of any."""
-    return any(movable.layers_on_host(plan, crowded) for movable in MOVABLES.values())
+def layers_on_host(plan: str) -> int:
+    """As Movable.layers_on_host, of all."""
+    return max(movable.layers_on_host(plan) for movable in MOVABLES.values())

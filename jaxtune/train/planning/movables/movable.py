@@ -144,12 +144,9 @@ class Movable:
         return ()
 
     @classmethod
-    def layers_on_host(cls, plan: str | None, crowded: bool) -> bool:
-        """Whether loading puts the layers' matrices into pinned host memory, from where the plan moves some.
-
-        plan: memory.plan. crowded: whether the weights take most of the device's memory.
-        """
-        return False
+    def layers_on_host(cls, plan: str) -> int:
+        """Layers of which memory.plan has the matrices in pinned host memory, where loading puts them."""
+        return 0
 
     @classmethod
     def program(cls, program: StepProgram, level: int) -> StepProgram:

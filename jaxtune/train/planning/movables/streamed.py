@@ -5,6 +5,7 @@ the device while the layers before it compute. Results are bitwise equal.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition, streams
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.movables.movable import Movable, Outcome
@@ -33,7 +35,7 @@ class Streamed(Movable):
 
     @classmethod
     def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Streamed:
-        if not spec.model.adapts or spec.mesh_shape.size > 1 or spec.generates or spec.rounds or spec.keeps_model:
+        if not has_adapter(model) or spec.mesh_shape.size > 1 or spec.generates or spec.rounds or spec.keeps_model:
             return cls()
         return cls(tuple(sum(map(streams.streamed_bytes, _frozen(layer))) for layer in model.layers))
 
@@ -73,8 +75,9 @@ class Streamed(Movable):
         return [f"  weights of {level} layers stream from the host ({size / 1e9:.2f} GB{seconds})"]
 
     @classmethod
-    def layers_on_host(cls, plan: str | None, crowded: bool) -> bool:
-        return crowded if plan is None else cls.word in plan
+    def layers_on_host(cls, plan: str) -> int:
+        levels = re.findall(rf";\s*{cls.word}\s*=\s*(\d+)", plan)
+        return int(levels[-1]) if levels else 0
 
     @classmethod
     def moved(cls, model: Decoder, frozen: nnx.State, level: int, where: NamedSharding) -> nnx.State:
