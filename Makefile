@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base quick test golden parity aot full gpu-test llama-cpp lint types clean
+.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base quickstart-picture-base quick test golden parity aot full gpu-test llama-cpp lint types clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,10 @@ quickstart: env  ## fine-tune the packaged model on the packaged data, on two CP
 quickstart-base: env  ## pretrain the packaged model anew (needs a GPU; two minutes on an H200)
 	sh scripts/quickstart/make_base.sh runs/quickstart-base/base
 	rm -rf jaxtune/quickstart/base && cp -r runs/quickstart-base/base jaxtune/quickstart/base
+
+quickstart-picture-base: env  ## pretrain the packaged model of pictures anew, on two CPU cores, in ten minutes
+	sh scripts/quickstart/make_picture_base.sh runs/quickstart-picture-base/base
+	rm -rf jaxtune/quickstart/pictures/base && cp -r runs/quickstart-picture-base/base jaxtune/quickstart/pictures/base
 
 # The set that CI runs; `CASES=` runs all cases. tests/conftest.py says which cases are marked `full`.
 CASES ?= -m "not full"

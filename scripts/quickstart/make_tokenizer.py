@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from skills import SKILLS
@@ -34,7 +35,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
-def build(texts: list[str]) -> PreTrainedTokenizerFast:
+def build(texts: list[str], marks: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """marks: more special tokens."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(r"\d|[A-Z]| ?[a-z]+|\s|[^\sA-Za-z\d]+"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -43,7 +45,7 @@ def build(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL,
+        special_tokens=[*SPECIAL, *marks],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -52,8 +54,8 @@ def build(texts: list[str]) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=SPECIAL[2:],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[*SPECIAL[2:], *marks],
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )

@@ -10,7 +10,7 @@ from jaxtune.profile.data_sheets import data_sheet, known_devices
 from jaxtune.train.config.file import load_config, packaged_recipes
 from jaxtune.train.planning import recipe_plans
 
-RECIPES = sorted(packaged_recipes().keys() - {"quickstart", "quickstart-rewards"})
+RECIPES = sorted(name for name in packaged_recipes() if not name.startswith("quickstart"))
 
 
 def test_every_recipe_is_planned_for_every_card():
