@@ -72,6 +72,10 @@ class Server:
             self.said = line.strip() if "slots of" in line else self.said
         raise RuntimeError(f"the server ended with {self._process.wait()}; {self._log} has what it said")
 
+    @property
+    def process(self) -> int:
+        return self._process.pid
+
     def _read(self, lines: queue.SimpleQueue[str | None]) -> None:
         assert self._process.stdout is not None
         with self._log.open("a", encoding="utf-8") as file:
