@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files import passthrough
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
@@ -23,7 +25,7 @@ from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, matrices
 from jaxtune.models.norm import norm_of
 from jaxtune.models.placement import host_table, partition
-from jaxtune.models.registry import config_from_hf
+from jaxtune.models.registry import config_from_hf, text_config, tower_config
 from jaxtune.pallas.formats import FP8, MXFP4, dense
 from jaxtune.pallas.formats.fp8 import TILE
 
@@ -37,11 +39,13 @@ def random_model(
     mesh: jax.sharding.Mesh | None = None,
     tables_on_host: bool = False,
     on_host: bool = False,
+    folder: Path | None = None,
 ) -> Decoder:
     """A bfloat16 model of the shape that a config.json states; load_in as in from_pretrained, or "mxfp4": the experts
     alone are in MXFP4, with random codes, as gpt-oss is published. tables_on_host: the tables of embeddings are numpy
     arrays, as loading for a run with an adapter leaves them. on_host: all arrays are (for `in_one_piece`), so that the
-    device never has more than a layer, or the embedding and the head.
+    device never has more than a layer, or the embedding and the head. folder: of the processor's file; hf is then the
+    config.json around a text's, and the model has its tower.
 
     One layer at a time is made and, where asked, encoded and divided over a mesh: its 16-bit weights are gone before
     the next one's exist. So a model fits whose 16-bit weights do not, and one that no device can hold alone. Embedding
@@ -50,7 +54,8 @@ def random_model(
     The initial weights are smaller than the config's where the model is wide: else the logits' variance alone puts the
     first loss more than 1 over ln V, and a record of it would be refused.
     """
-    config = config_from_hf(dict(hf))
+    outer, hf = dict(hf), text_config(dict(hf))
+    config = config_from_hf(hf)
     config = dataclasses.replace(config, initializer_range=min(config.initializer_range, config.hidden_size**-0.5))
     keys = jax.random.split(key, config.num_layers + 2)[2:]  # Decoder's own: the weights are those of model_from_config
     with jax.enable_x64(False):
@@ -96,7 +101,11 @@ def random_model(
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
     if load_in and load_in != "mxfp4":
         model = quantize(model, load_in)  # what is outside of the layers
-    model.source = Source(path="random weights", config=json.dumps(dict(hf)))
+    model.source = Source(path="random weights", config=json.dumps(hf))
+    if folder is not None:
+        model.vision = tower_config(outer).make(jax.random.fold_in(key, 1), "bfloat16")
+        around = passthrough.around_tower(outer, folder)
+        model.source = dataclasses.replace(model.source, passthrough=around, nested=True)
     return model
 
 

@@ -262,10 +262,10 @@ def second_turn(model: Any, first: int) -> dict[str, Any]:
     import numpy as np
 
     import jaxtune
-    from jaxtune.models.generation.slot_plan import prefix_room
+    from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
 
     found: dict[str, list[float]] = {}
-    for name, size in (("alone", 0), ("stored", prefix_room())):
+    for name, size in (("alone", 0), ("stored", prefix_room(room_bytes()))):
         with jaxtune.Sampler(model, 8, first + 256, first_at_once=True, prefix_bytes=size) as sampler:
             for chat in range(4):
                 draw = np.random.default_rng(chat)

@@ -1,12 +1,14 @@
 """A server's first minute: seconds until it is up, to a first answer, and tokens/s of the first bursts of clients.
 
     python -m benchmarks.serving --model FOLDER --output FILE.json
-        [--clients 64] [--tokens 256] [--bursts 3] [--seconds 560] [--flags "--slots 64"]
+        [--clients 64] [--tokens 256] [--bursts 3] [--prompts 20,60] [--seconds 560] [--flags "--slots 64"]
 
 `jaxtune serve` is started twice with a home folder of its own: the first start compiles, the second has all caches.
 Each answers one request of 16 tokens, then bursts of --clients streams of --tokens tokens after prompts of drawn
-lengths, all at the same time. FILE.json is written after each start; FILE.log has what the servers print, with the
-table of phases.
+lengths, all at the same time, and then as many bursts of such streams that follow a JSON schema. FILE.json is written
+after each start; FILE.log has what the servers print, with the table of phases.
+
+  --prompts: the least tokens of a prompt, and one more than the most.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ from benchmarks.record import commit_here, write
 
 STARTS = ("first", "second")
 _FIRST_TOKENS = 16
-_PROMPT_TOKENS = (50, 400)
-_VOCABULARY = (100, 600)  # of prompts' ids
+_VOCABULARY = (100, 250)  # of prompts' ids: a byte tokenizer has them, too
 _END_SECONDS = 60
+_SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 10_000}  # which no stream fulfils before its end
 
 
 class Server:
@@ -99,9 +101,10 @@ class Server:
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
 
-    def answered(self, model: str, prompt: list[int], tokens: int, temperature: float) -> tuple[float, int]:
-        """(seconds to the first tokens, tokens) of one stream."""
+    def answered(self, model: str, prompt: list[int], tokens: int, temperature: float, **more) -> tuple[float, int]:
+        """(seconds to the first tokens, tokens) of one stream. more: further keys of the request."""
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True}
+        body |= more
         began, first, count = time.monotonic(), None, 0
         for event in self._events(body | {"stream_options": {"include_usage": True}}):
             first = time.monotonic() - began if first is None else first
@@ -119,25 +122,27 @@ def measured(options: argparse.Namespace, home: Path, log: Path) -> dict[str, An
     random = np.random.default_rng(0)
 
     def prompt() -> list[int]:
-        return random.integers(*_VOCABULARY, size=random.integers(*_PROMPT_TOKENS)).tolist()
+        return random.integers(*_VOCABULARY, size=random.integers(*options.prompts)).tolist()
 
     with Server(options, home, log) as server, ThreadPoolExecutor(options.clients) as pool:
-        figures: dict[str, Any] = {"up_seconds": server.up_seconds, "said": server.said, "bursts": []}
+        figures: dict[str, Any] = {"up_seconds": server.up_seconds, "said": server.said}
         name = server.model()
         began = time.monotonic()
         server.answered(name, prompt(), _FIRST_TOKENS, 0.0)
         figures["first_answer_seconds"] = time.monotonic() - began
-        for _ in range(options.bursts):
+
+        def burst(**more: object) -> dict[str, float]:
             prompts = [prompt() for _ in range(options.clients)]
             began = time.monotonic()
-            answers = list(pool.map(lambda ids: server.answered(name, ids, options.tokens, 1.0), prompts))
+            answers = list(pool.map(lambda ids: server.answered(name, ids, options.tokens, 1.0, **more), prompts))
             seconds = time.monotonic() - began
-            burst = {
-                "seconds": seconds,
-                "tokens_per_second": sum(count for _, count in answers) / seconds,
-                "median_first_token_seconds": float(np.median([first for first, _ in answers])),
-            }
-            figures["bursts"].append(burst)
+            tokens, firsts = sum(count for _, count in answers), [first for first, _ in answers]
+            first = float(np.median(firsts))
+            return {"seconds": seconds, "tokens_per_second": tokens / seconds, "median_first_token_seconds": first}
+
+        schema = {"type": "json_schema", "json_schema": {"name": "strings", "schema": _SCHEMA}}
+        figures["bursts"] = [burst() for _ in range(options.bursts)]
+        figures["bursts_with_schema"] = [burst(response_format=schema) for _ in range(options.bursts)]
     return figures
 
 
@@ -149,10 +154,18 @@ def main() -> int:
         parser.add_argument(name, type=lambda text: Path(text).resolve(), required=True)
     for name, default in (("--clients", 64), ("--tokens", 256), ("--bursts", 3)):
         parser.add_argument(name, type=int, default=default)
+    parser.add_argument(
+        "--prompts",
+        type=lambda text: [*map(int, text.split(","))],
+        default=[20, 60],
+        help="their least and most tokens",
+    )
     parser.add_argument("--seconds", type=float, default=560, help="the longest that a start or an answer may take")
     parser.add_argument("--flags", default="", help="further flags of jaxtune serve")
     options = parser.parse_args()
-    facts = {name: getattr(options, name) for name in ("clients", "tokens", "flags")} | {"model": str(options.model)}
+    facts = {name: getattr(options, name) for name in ("clients", "tokens", "prompts", "flags")} | {
+        "model": str(options.model)
+    }
     record: dict[str, Any] = {"benchmark": "serving", "commit": commit_here(), **facts, "starts": {}}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     log = options.output.with_suffix(".log")
@@ -161,10 +174,13 @@ def main() -> int:
         for start in STARTS:
             record["starts"][start] = figures = measured(options, Path(folder), log)
             write(options.output, record)
-            rates = ", ".join(f"{burst['tokens_per_second']:,.0f}" for burst in figures["bursts"])
+            rates, of_schema = (
+                ", ".join(f"{burst['tokens_per_second']:,.0f}" for burst in figures[bursts])
+                for bursts in ("bursts", "bursts_with_schema")
+            )
             up, first = figures["up_seconds"], figures["first_answer_seconds"]
             words = f"{start} start: up after {up:.1f} s, first answer {first:.2f} s, bursts {rates} tokens/s"
-            print(words, flush=True)
+            print(f"{words}, with a schema {of_schema}", flush=True)
     return 0
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
 
 _SHARD_BYTES = 4e9
 _ENDS = "<|end|>"
@@ -56,7 +57,7 @@ def write_checkpoint(hf: Mapping[str, Any], folder: Path) -> Path:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator(device).manual_seed(0)
     shard: dict[str, torch.Tensor] = {}
@@ -87,7 +88,8 @@ def write_checkpoint(hf: Mapping[str, Any], folder: Path) -> Path:
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str = _TEMPLATE, marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One of bytes, with further special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -95,17 +97,19 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in (_ENDS, "<|pad|>")])
-    PreTrainedTokenizerFast(
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in (_ENDS, "<|pad|>", *marks)])
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=_ENDS,
         eos_token=_ENDS,
         pad_token="<|pad|>",
-        chat_template=_TEMPLATE,
+        chat_template=template,
         model_max_length=131072,
-    ).save_pretrained(folder)
+    )
+    fast.save_pretrained(folder)
     file = folder / "tokenizer_config.json"  # a class that older releases know too
     file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return fast
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,14 @@ from jaxtune.system.loopback import HOST, is_loopback
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
+    from jaxtune.models.decoder import Decoder
     from jaxtune.models.generation.adapters import Adapter
     from jaxtune.models.generation.sampler import Sampler
+    from jaxtune.models.hf import Beside
     from jaxtune.serve.readers import Readers
     from jaxtune.serve.served import ServedModel
+
+logger = logging.getLogger(__name__)
 
 _KEY = "JAXTUNE_API_KEY"
 _MOST_KEY_BYTES = 65_536
@@ -151,8 +157,10 @@ def _key_in(file: Path) -> str:
 
 def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> None:
     """Opens the socket, loads the models, and serves them until a signal. key: that clients must send; None: no key."""
+    from jaxtune.models.generation.adapters import read_adapter
     from jaxtune.models.generation.sampler import Sampler
-    from jaxtune.models.generation.slot_plan import prefix_room
+    from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
+    from jaxtune.models.programs.kept import Prepared
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
     from jaxtune.serve.loading import AdapterFolder
@@ -161,35 +169,56 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
     below, ranks = options.adapters_below, options.adapter_ranks
     folder = None if below is None else AdapterFolder(Path(below).expanduser())
     ranks = _ADAPTER_RANKS if ranks is None and folder is not None else ranks
+
+    def sampler_of(model: Decoder, adapters: Mapping[str, Adapter], room: float | None, **memory) -> Sampler:
+        settings = dict(slots=options.slots, length=options.length, adapter_ranks=ranks, **memory)
+        settings["prefix_bytes"] = 0 if options.no_prefixes else prefix_room(room)
+        return Sampler(model, first_at_once=True, compiles_beside=True, adapters=adapters, **settings)
+
+    ahead = Prepared(0, 0)
+
+    def prepare_ahead(shapes: Decoder, room: float | None) -> None:
+        """The programs of the sampler to come, while its weights load; in vain if the memory then has another plan."""
+        nonlocal ahead
+        try:
+            adapters = {name: read_adapter(shapes, path) for name, path in _named_folders(options)[1:]}
+            with sampler_of(shapes, adapters, room, free_bytes=room) as sampler:
+                ahead = sampler.prepare()
+        except Exception as error:  # which the sampler of the weights meets again
+            logger.info("no program was prepared while the weights loaded: %s: %s", type(error).__name__, error)
+
     with server.listen(options.host, options.port) as listener:
-        models = {served.name: served for served in _models(options)}
+        models = {served.name: served for served in _models(options, prepare_ahead)}
         readers.serve({name: served.readable for name, served in models.items()})
         base = next(iter(models.values()))
 
         def sampler(adapters: Mapping[str, Adapter]) -> Sampler:
+            nonlocal ahead
             began = time.monotonic()
-            settings = dict(slots=options.slots, length=options.length, adapter_ranks=ranks)
-            settings["prefix_bytes"] = 0 if options.no_prefixes else prefix_room()
-            sampler = Sampler(base.model, first_at_once=True, compiles_beside=True, adapters=adapters, **settings)
-            programs = sampler.prepare()
+            sampler = sampler_of(base.model, adapters, room_bytes())
+            programs, earlier, ahead = sampler.prepare(), ahead, Prepared(0, 0)
             defaults = ", ".join(f"{key} {value:g}" for key, value in base.defaults.items())
             say(
                 f"{', '.join((base.name, *adapters))}: {sampler.plan}; programs: {programs.loaded} loaded, "
                 f"{programs.compiled} compiled in {time.monotonic() - began:.1f} s"
-                + f"; unless a request says otherwise: {defaults}"
-                * bool(defaults)
+                + f", before that, while the weights loaded, {earlier.loaded} and {earlier.compiled}" * any(earlier)
+                + f"; unless a request says otherwise: {defaults}" * bool(defaults)
             )
             return sampler
 
-        engine = Engine(sampler, models)
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(base.prepare_grammars)
+            engine = Engine(sampler, models)
         with timing.phase("serve"):
             limits = options.timeout, options.grace
             server.Server(engine, listener, key, *limits, readers, folder).run_until_signal()
 
 
-def _models(options: argparse.Namespace) -> list[ServedModel]:
+def _models(options: argparse.Namespace, beside: Beside) -> list[ServedModel]:
     """The base, then the argument `model` if it is an adapter, then those of --adapter, over the same arrays.
     ValueError: two have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
+
+    beside: as for from_pretrained.
     """
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import to_host
@@ -198,23 +227,32 @@ def _models(options: argparse.Namespace) -> list[ServedModel]:
     from jaxtune.serve.loading import read_served
     from jaxtune.serve.served import ServedModel
 
-    adapters = [_named(text) for text in options.adapter]
+    (name, _), *adapters = _named_folders(options)
+    names = [name, *(adapter for adapter, _ in adapters)]
+    for each in names:
+        if names.count(each) > 1:
+            raise ValueError(f"two models have the name {each!r}: give the adapter another one (--adapter NAME=FOLDER)")
     why = "the server was started with --no-pictures" * options.no_pictures
-    model, tokenizer, reader, why = pictures.load(options, files=False, why=why)
+    model, tokenizer, reader, why = pictures.load(options, files=False, why=why, beside=beside)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
-    path = base_of(Path(options.model).expanduser())
-    base, name = (model, options.model) if path is None else (without_adapter(model), path)
+    is_adapter = base_of(Path(options.model).expanduser()) is not None
+    base = without_adapter(model) if is_adapter else model
     reads = {"pictures": reader, "why_no_pictures": why}
-    models = [ServedModel(_name(name), with_end_tokens(base, tokenizer), tokenizer, **reads)]
-    if path is not None:
-        models.append(ServedModel(_name(options.model), to_host(model), tokenizer, models[0].name, **reads))
-    models += [read_served(models[0], name, folder) for name, folder in adapters]
-    names = [served.name for served in models]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two models have the name {name!r}: give the adapter another one (--adapter NAME=FOLDER)")
-    return models
+    models = [ServedModel(name, with_end_tokens(base, tokenizer), tokenizer, **reads)]
+    if is_adapter:
+        adapted, *adapters = adapters
+        models.append(ServedModel(adapted[0], to_host(model), tokenizer, name, **reads))
+    return models + [read_served(models[0], *adapter) for adapter in adapters]
+
+
+def _named_folders(options: argparse.Namespace) -> list[tuple[str, Path]]:
+    """(name, folder) of the base, then of the argument `model` if it is an adapter, then of those of --adapter."""
+    from jaxtune.models.adapters.adapter_config import base_of
+
+    path = base_of(Path(options.model).expanduser())
+    models = [options.model] if path is None else [path, options.model]
+    return [(_name(each), Path(each).expanduser()) for each in models] + [_named(text) for text in options.adapter]
 
 
 def _named(text: str) -> tuple[str, Path]:

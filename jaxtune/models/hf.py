@@ -71,6 +71,9 @@ from jaxtune.system.disk import require_room
 _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
 _DTYPE = "bfloat16"  # the default
 
+# (a model's shapes, the bytes of device memory that its weights leave free; None: unknown)
+type Beside = Callable[[Decoder, float | None], object]
+
 
 # ---- loading
 
@@ -238,14 +241,33 @@ class Pretrained:
         arrays, digest = read_tensors(text, self._dtype, *forms, cancelled, where, self._dtypes, stay, pinned)
         if tower:
             arrays |= read_tensors(tower, self._dtype, *forms, cancelled, where, self._dtypes, stay)[0]
-        state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
+        model = self._model(arrays)
+        model.base_fingerprint, model.base_digest = digest.sampled.hex(), base_digest(self.config, digest.whole)
+        return model
+
+    def shapes(self) -> Decoder | None:
+        """The model that `load` makes on one device, as jax.ShapeDtypeStructs; None if the checkpoint stores quantised
+        weights, whose shapes only their bytes show.
+        """
+        if self.packed:
+            return None
+
+        def of(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | Stored:
+            if name in self._encoded:
+                return load_memory.encoded_shapes(shape, self._dtype, self._encoded[name])
+            return jax.ShapeDtypeStruct(shape, self._dtypes.get(name, self._dtype))
+
+        return self._model({name: of(name, v.get_value().shape) for name, (_, v) in self._variables.items()})
+
+    def _model(self, values: Mapping[str, object]) -> Decoder:
+        """values: {name: array, or its shape}."""
+        state = nnx.from_flat_state([(path, v.replace(values[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, declared_as_placed(state))
         if self.packed or self._encoded:
             model = freeze(model)
         elif model.vision is not None:
             model.vision = freeze(model.vision)
-        model.source, model.base_fingerprint, model.qat = self._source, digest.sampled.hex(), self._qat
-        model.base_digest = base_digest(self.config, digest.whole)
+        model.source, model.qat = self._source, self._qat
         return model
 
 
@@ -258,6 +280,7 @@ def from_pretrained(
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
     pictures: bool = False,
+    beside: Beside | None = None,
     streamed: Callable[[Pretrained], int] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads a causal language model in Hugging Face's format, a model that scores texts, or an adapter with the base
@@ -282,6 +305,9 @@ def from_pretrained(
         {"rope_type": "yarn", "factor": 4.0}.
       pictures: True loads the tower of Qwen3.5 and 3.6, too, frozen and in 16 bits or `dtype`, so that the model reads
         pictures; an adapter's names are then those of the whole model.
+      beside: called in a thread while the weights load, such as to compile, with the model as shapes (an adapter's
+        base) and the bytes of device memory that it leaves free, or None; its errors are raised. Not called for a
+        checkpoint that is stored quantised, whose shapes only its bytes show.
       streamed: says, by the files' headers, of how many layers the weights stay in pinned host memory and stream.
 
     Raises ValueError for an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little
@@ -289,11 +315,11 @@ def from_pretrained(
     """
     if base_of(path) is not None:
         longer = rope_scaling, max_position_embeddings
-        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures, streamed)
+        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures, beside, streamed)
         return load_adapter(model, path), tokenizer
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions, pictures)
-    return _loaded(pretrained, (pretrained.folder,), streamed)
+    return _loaded(pretrained, (pretrained.folder,), beside, streamed)
 
 
 def load_base(
@@ -305,6 +331,7 @@ def load_base(
     rope_scaling: Mapping[str, object] | None = None,
     max_position_embeddings: int | None = None,
     pictures: bool = False,
+    beside: Beside | None = None,
     streamed: Callable[[Pretrained], int] | None = None,
 ) -> tuple[Decoder, Any]:
     """Loads an adapter's base without the adapter, as it was in training if the adapter's folder records that: (base,
@@ -318,7 +345,7 @@ def load_base(
       precision: {pattern over names: dtype or format} of modules stored and computed otherwise.
       rope_scaling, max_position_embeddings: in place of config.json's, for longer documents.
       pictures: whether the tower is loaded too.
-      streamed: as for from_pretrained.
+      beside, streamed: as for from_pretrained.
 
     dtype, load_in and precision that are None, and rope_scaling and max_position_embeddings if both are, stand for what
     the folder records of the training, else for the base's own.
@@ -333,27 +360,48 @@ def load_base(
     if rope_scaling is None and max_position_embeddings is None:
         positions = over.positions
     pretrained = Pretrained(base, dtype, base_format, max_length, words, positions, pictures)
-    model, tokenizer = _loaded(pretrained, (folder, pretrained.folder), streamed)
-    if over.compute == "fp8" and base_format == over.load_in:
-        model = quant.compute_in_fp8(model)
-    return model, tokenizer
+    in_fp8 = over.compute == "fp8" and base_format == over.load_in
+    changed = quant.compute_in_fp8 if in_fp8 else _unchanged
+    return _loaded(pretrained, (folder, pretrained.folder), beside, streamed, changed)
 
 
 def _format(load_in: str | None) -> str | None:
     return None if load_in == "stored" else load_in
 
 
+def _unchanged(model: Decoder) -> Decoder:
+    return model
+
+
 def _loaded(
-    pretrained: Pretrained, tokenizers: Sequence[Path], streamed: Callable[[Pretrained], int] | None
+    pretrained: Pretrained,
+    tokenizers: Sequence[Path],
+    beside: Beside | None,
+    streamed: Callable[[Pretrained], int] | None,
+    changed: Callable[[Decoder], Decoder] = _unchanged,
 ) -> tuple[Decoder, Any]:
 
     def first() -> Any:
         return next((tokenizer for folder in tokenizers if (tokenizer := load_tokenizer(folder)) is not None), None)
 
-    with ThreadPoolExecutor(1, "tokenizer") as pool:  # importing transformers takes seconds
-        tokenizer, model = pool.submit(first), pretrained.load(level=0 if streamed is None else streamed(pretrained))
+    def call_beside(room: float | None) -> None:
+        if beside is not None and (shapes := pretrained.shapes()) is not None:
+            beside(changed(shapes), room)
+
+    pool = ThreadPoolExecutor(2, "beside loading")
+    try:
+        tokenizer = pool.submit(first)  # importing transformers takes seconds
+        with timing.phase("devices"):
+            free = load_memory.free_bytes()
+        ends = pool.submit(call_beside, None if free is None else float(free - pretrained.device_bytes()))
+        model = changed(pretrained.load(level=0 if streamed is None else streamed(pretrained)))
         with timing.phase("wait", "the tokenizer"):
-            return model, tokenizer.result()
+            loaded = tokenizer.result()
+        with timing.phase("wait", "programs"):
+            ends.result()
+        return model, loaded
+    finally:
+        pool.shutdown(wait=False)  # an error of loading is raised at once
 
 
 def model_from_config(

@@ -34,11 +34,12 @@ from jaxtune.serve.readers import Readers
 from jaxtune.serve.reading import Reading
 from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import ServedModel
+from jaxtune.serve.shares import Shares
 from jaxtune.system.loopback import refusal
 from jaxtune.system.terminal import say
 
 _MOST_BODY_BYTES = 16 * 2**20
-_MOST_BODIES_BYTES = 16 * _MOST_BODY_BYTES  # of all that arrive or wait to be read
+_MOST_BODIES_BYTES = 16 * _MOST_BODY_BYTES  # of all that arrive or wait to be read, by address
 _MOST_PICTURES_BYTES = 4 << 30  # of patches, of all requests whose answers are made
 _BODY_SECONDS = 30.0  # within which a body must have arrived
 _CLIENT_LEFT = 499  # the status that proxies log for it
@@ -186,7 +187,7 @@ class _Api:
         self._engine, self._seconds, self._readers, self._folder = engine, seconds, readers, folder
         self._changes = asyncio.Lock()  # of the models
         self.numbers = Metrics(engine)
-        self._bodies_bytes = self._picture_bytes = 0
+        self._bodies, self._pictures = Shares(_MOST_BODIES_BYTES), Shares(_MOST_PICTURES_BYTES)
         self._forms = ThreadPoolExecutor(2, "answers")
         self._began = int(time.time())
 
@@ -280,15 +281,17 @@ class _Api:
         served = self._engine.served(request_values.model)
         progress = self.numbers.answer(served.name, request_values.prompt_tokens, arrived)
         answer = answer_to(request_values, served)  # before there are rows that an error would leave behind
+        client = request_values.client or _host(request)
         with contextlib.ExitStack() as held:
-            self._hold_pictures(request_values.picture_bytes, held)
+            if not self._pictures.take(client, size := request_values.picture_bytes):
+                raise ApiError(429, "pictures of requests fill the memory for them: ask again later", code="busy")
+            held.callback(self._pictures.give_back, client, size)
             try:
                 async with asyncio.timeout_at(deadline):
-                    host = request.client.host if request.client is not None else ""
                     rows = request_values.rows
                     if any(row.grammar is not None for row in rows):
                         rows = await self._in_thread(lambda: _constrained(request_values, served))
-                    answers = await self._engine.submit(served.name, rows, request_values.client or host)
+                    answers = await self._engine.submit(served.name, rows, client)
             except TimeoutError:
                 raise self._too_late() from None
             held.callback(answers.close)
@@ -302,27 +305,15 @@ class _Api:
                 raise self._too_late() from None
         return Response(status_code=_CLIENT_LEFT) if data is None else Response(data, media_type=Json.media_type)
 
-    def _hold_pictures(self, size: int, held: contextlib.ExitStack) -> None:
-        """Counts the bytes of a request's pictures until `held` ends. ApiError (429): there are too many."""
-        if size and self._picture_bytes + size > _MOST_PICTURES_BYTES:
-            raise ApiError(429, "other requests' pictures fill the memory for them: ask again later", code="busy")
-        self._picture_bytes += size
-
-        def end() -> None:
-            self._picture_bytes -= size
-
-        held.callback(end)
-
     async def _read(self, request: Request) -> tuple[Reading, float]:
         """What a request asks for, and when its body had arrived."""
-        length = 0
+        length, host = 0, _host(request)
 
         def count(arrived_bytes: int) -> None:
             nonlocal length
-            if self._bodies_bytes + arrived_bytes > _MOST_BODIES_BYTES:
-                raise ApiError(429, "other requests' bodies fill the memory for them: ask again later", code="busy")
+            if not self._bodies.take(host, arrived_bytes):
+                raise ApiError(429, "bodies of requests fill the memory for them: ask again later", code="busy")
             length += arrived_bytes
-            self._bodies_bytes += arrived_bytes
 
         try:
             data = await self._engine.unless_ended(_body(request, count))
@@ -334,7 +325,7 @@ class _Api:
         except TimeoutError:
             raise self._too_late() from None
         finally:
-            self._bodies_bytes -= length
+            self._bodies.give_back(host, length)
 
     async def _whole(self, answer: Answer | ResponsesAnswer, answers: Answers, progress: Progress) -> bytes:
         while answers.left:
@@ -367,6 +358,10 @@ class _Api:
     def _too_late(self) -> ApiError:
         message = f"the answer was not made and read within {self._seconds:g} s: ask for fewer tokens (max_tokens)"
         return ApiError(504, message, code="timeout")
+
+
+def _host(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
 
 
 def _constrained(request_values: ParsedRequest, served: ServedModel) -> list[Row]:

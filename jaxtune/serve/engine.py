@@ -18,6 +18,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import Row
 from jaxtune.serve.served import ServedModel
+from jaxtune.serve.shares import Shares
 from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
@@ -47,16 +48,16 @@ class Answers:
     The request's handler awaits `next` until `left` is 0, and must `close` whatever happens, so that no slot decodes
     for a client that is gone.
 
-      served: the model that is asked. count: rows of the request.
+      served: the model that is asked. count: rows of the request. client: who asks.
 
     Attributes:
       left: rows whose last tokens `next` has not returned.
       numbers: of the rows in the sampler; only the engine's thread uses them.
     """
 
-    def __init__(self, engine: Engine, served: ServedModel, count: int):
+    def __init__(self, engine: Engine, served: ServedModel, count: int, client: Hashable = None):
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self.served, self.count, self.left = served, count, count
+        self.served, self.count, self.left, self.client = served, count, count, client
         self.numbers: list[int] = []  # of the sampler's requests; the engine's thread sets them
         self._made: asyncio.Queue[tuple[int, Piece | PromptScores | _Failed]] = asyncio.Queue()
         self._closed = False
@@ -77,8 +78,19 @@ class Answers:
         """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end.
         index: the row's among those of the request.
         """
+        self.put_all([(self, index, piece)])
+
+    @staticmethod
+    def put_all(new: Sequence[tuple[Answers, int, Piece | PromptScores | _Failed]]) -> None:
+        """As `put` for each, of one event loop, which is woken once: it would take the GIL each time."""
+
+        def queue_all() -> None:
+            for answers, index, piece in new:
+                answers._made.put_nowait((index, piece))
+
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._made.put_nowait, (index, piece))
+            if new:
+                new[0][0]._loop.call_soon_threadsafe(queue_all)
 
     def fail(self, error: ApiError) -> None:
         """Ends the rows with an error; in the event loop."""
@@ -115,7 +127,7 @@ class Engine:
         self._scoring: collections.deque[tuple[Answers, int, Row, Hashable]] = collections.deque()
         self._scores = False  # whether the last pass scored a prompt
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._rows = 0  # that wait or decode, as the event loop counts
+        self._rows = Shares(_MOST_ROWS)  # that wait or decode, as the event loop counts
         self._ended: ApiError | None = None
         self._open: set[Answers] = set()
         self._awaited: set[asyncio.Future[None]] = set()  # each gets the error of `end`
@@ -132,17 +144,19 @@ class Engine:
         """Queues all rows or none, after the current pass of the engine's thread; a cancelled call cancels the rows.
         Rows of clients take turns, and so do a client's requests.
 
-        ApiError: 400: the sampler refuses a row; 404: no such model; 429: more than 1,024 rows would wait or decode;
-        500: any other failure; or the error of `end`.
+        ApiError: 400: the sampler refuses a row; 404: no such model; 429: of 1,024 rows that may wait or decode, fewer
+        would stay free than the client has; 500: any other failure; or the error of `end`.
         """
         served = self.served(model)
         if self._ended is not None:
             raise self._ended
-        if self._rows + len(rows) > _MOST_ROWS:
-            message = f"{self._rows} answers wait or are being made, and at most {_MOST_ROWS} may: ask again later"
+        if not self._rows.take(client, len(rows)):
+            message = (
+                f"{self._rows.total} answers wait or are being made, {self._rows.amount(client)} of them for this "
+                f"client, and of {self._rows.most:,} may, a client as many as stay free: ask again later"
+            )
             raise ApiError(429, message, code="rate_limit_exceeded")
-        answers = Answers(self, served, len(rows))
-        self._rows += len(rows)
+        answers = Answers(self, served, len(rows), client)
         self._open.add(answers)
         try:
             await self._done(lambda: self._place_rows(answers, rows, client))
@@ -204,7 +218,7 @@ class Engine:
         """Takes the rows off the count that `submit` limits, and cancels those that have not ended. Once for each
         Answers, in the event loop.
         """
-        self._rows -= answers.count
+        self._rows.give_back(answers.client, answers.count)
         self._open.discard(answers)
         self._commands.put(lambda: self._forget(answers))
 
@@ -413,13 +427,15 @@ class Engine:
                 answers.put(index, _Failed(error))
             self._of_request.clear()
             return
-        self.failure = None
+        self.failure, new = None, list[tuple[Answers, int, Piece | PromptScores | _Failed]]()
         for piece in pieces:
             if piece.request in self._of_request:
                 answers, index = self._of_request[piece.request]
                 if piece.finish_reason is not None:
                     del self._of_request[piece.request]
-                answers.put(index, _Failed(ApiError(400, piece.error)) if piece.finish_reason == "failed" else piece)
+                failed = piece.finish_reason == "failed"
+                new.append((answers, index, _Failed(ApiError(400, piece.error)) if failed else piece))
+        Answers.put_all(new)
 
     def _cancel_all(self) -> None:
         for number in self._of_request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -124,6 +125,11 @@ class ServedModel:
         from jaxtune.models.generation.grammars import Grammars
 
         return Grammars(self.tokenizer, self.ends, self.model.config.vocab_size)
+
+    def prepare_grammars(self) -> None:
+        """So that the first request with a grammar stops nobody; nothing without llguidance."""
+        with contextlib.suppress(ImportError, ValueError):
+            _ = self._grammars
 
     def constrained(self, request_values: ParsedRequest) -> list[Row]:
         """The rows with constraints for their grammars. May take a second. ValueError: a grammar is not followed."""

@@ -24,6 +24,7 @@ _IDLE_SECONDS = 30  # after which a connection without a request is closed
 _CLOSING_SECONDS = 5  # after the grace: for last words to clients that read
 _THREAD_SECONDS = 5.0  # for the threads to end what they are at
 _SLICE_SECONDS = 0.1
+_SWITCH_SECONDS = 0.0005  # of Python's threads: within 5 ms, the default, the device would wait for the engine's thread
 _BACKLOG = 1024  # connections that wait to be accepted
 
 
@@ -89,6 +90,7 @@ class Server(uvicorn.Server):
         second signal, this ends the process: exit code 0, or 128 plus the second's number. KeyboardInterrupt: after a
         second signal.
         """
+        sys.setswitchinterval(_SWITCH_SECONDS)
         with signals.handled(self.handle_exit):
             self.run(sockets=[self._listener])
             if not self._engine_ended():

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import jax
 import numpy as np
+import picture_rows
 import pytest
 from flax import nnx
-from tiny_models import adapted_model, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import CONFIGS
+from tiny_models import adapted_model, tiny_config, tiny_model
 
+import jaxtune
 from jaxtune import Decoder, Sampler
 from jaxtune.models.generation import prefills, ready, slots
 from jaxtune.models.generation import sampler as sampler_module
 from jaxtune.models.generation.adapters import Adapter
+from jaxtune.models.generation.requests import PromptPictures
+from jaxtune.models.generation.structure import flattened
+from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.system.program_cache import in_use
 
@@ -269,6 +278,129 @@ def test_a_second_start_compiles_nothing(model, monkeypatch, tmp_path):
             counts.append(sampler.prepare())
     slots.programs.cache_clear()
     assert counts[0].compiled == counts[1].loaded > 10 and counts[0].loaded == counts[1].compiled == 0
+
+
+# ---- with pictures
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Decoder:
+    return model_from_config(picture_rows.QWEN3_VL, jax.random.key(0), "float32", pictures=True)
+
+
+def with_picture(random: np.random.Generator, grid: tuple[int, int]) -> tuple[list[int], int, dict]:
+    """A row with a picture of so many patches."""
+    pieces = picture_rows.document(random, 2, grid, 3)
+    tokens, _, positions, pictures = picture_rows.packed([[pieces]], *picture_rows.size(pieces))
+    return tokens[0].tolist(), 4, {"pictures": PromptPictures(pictures, positions[0]), "eos_token_ids": ()}
+
+
+@pytest.mark.parametrize("name", ["few", None])
+def test_a_first_picture_stops_nobody(seeing, patient, monkeypatch, compilations, name):
+    """Its program is compiled beside; smaller ones run in it, larger ones have their own."""
+    compiles, goes_on = threading.Event(), threading.Event()
+    texts = [([5, 6, 7], 9, {"eos_token_ids": ()}), ([8] * 20, 4, {"temperature": 0.9})]
+    random = np.random.default_rng(1)
+    large, *smaller = (with_picture(random, grid) for grid in ((12, 12), (4, 6), (8, 8), (6, 4)))
+    adapters = {} if name is None else {name: Adapter.of(adapted_model(seeing, r=4))}
+    with made(seeing, length=128, adapters=adapters) as sampler:
+        sampler.prepare()
+
+        def slow(calls):
+            compiles.set()
+            assert goes_on.wait(60)
+            return kept_programs.prepare(calls)
+
+        monkeypatch.setattr(ready, "prepare", slow)
+        number = sampler.submit(*large[:2], **large[2], adapter=name)
+        compilations.clear()
+        assert [len(ids) > 0 for ids, _ in rest(sampler, texts, until=compiles)] == [True, True]
+        assert sampler.pending == sampler.waiting == 1 and compilations == []
+        goes_on.set()
+        first = []
+        while sampler.pending:
+            for piece in sampler.step():
+                assert piece.request == number
+                first += piece.ids
+        compilations.clear()
+        results = answers(sampler, [*smaller, *texts])
+        assert compilations == [] and len([s for s in sampler._ready._queue.ready if isinstance(s, ready.Look)]) == 1
+    with Sampler(seeing, slots=4, length=128, prefill_tokens=CHUNK, adapters=adapters) as plain:
+        expected = answers(plain, [(*large[:2], large[2] | {"adapter": name}), *smaller, *texts])
+        assert first == expected[0][0]
+        assert_same(results, expected[1:])
+
+
+LOOKS = st.builds(ready.Look, st.integers(1, 9), st.integers(1, 9))
+
+
+@given(st.sets(LOOKS), LOOKS)
+def test_drawn_pictures_run_in_the_smallest_program_that_is_ready(model, looks, size):
+    with made(model) as sampler:
+        sampler._ready._queue.ready |= {*looks, ready.Mark()}
+        served = sampler._ready.looks(size)
+    assert {*served} == {look for look in looks if look.width >= size.width and look.patches >= size.patches}
+    assert served == sorted(served, key=lambda look: (look.patches, look.width))
+
+
+# ---- before the arrays are there
+
+
+@pytest.mark.parametrize(("name", "load_in"), [*zip(CONFIGS, itertools.cycle([None, "nf4", "fp8", "int8"]))])
+def test_shapes_are_those_of_the_loaded_model(name, load_in, tmp_path):
+    """In the dtypes of a precision map, and with the same Structure, so that programs of the shapes are the model's."""
+    jaxtune.save_pretrained(model_from_config(CONFIGS[name], jax.random.key(0), "bfloat16"), tmp_path / "base")
+    words = {"norm": "fp32", "layers.0.*": "bf16"}
+    try:
+        pretrained = Pretrained(tmp_path / "base", "bfloat16", load_in, precision=words)
+        loaded = flattened(pretrained.load())
+    except ValueError as error:  # of a format that this model's rows are no whole blocks of
+        pytest.skip(str(error))
+    structure, shapes = flattened(pretrained.shapes())
+    assert structure is loaded[0]
+    assert [(leaf.shape, leaf.dtype) for leaf in shapes] == [(leaf.shape, leaf.dtype) for leaf in loaded[1]]
+
+
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_a_sampler_of_shapes_prepares_what_the_loaded_model_runs(compilations, patient, tmp_path, load_in):
+    """Of converted layers, too."""
+    config = tiny_config(hidden_size=64, max_position_embeddings=LENGTH)
+    jaxtune.save_pretrained(Decoder(config, jax.random.key(0), "float32"), tmp_path / "base")
+    slots.programs.cache_clear()
+    counts, plans, settings = [], [], {"slots": 32 if load_in else 4, "prefix_bytes": 10**8}
+
+    def prepare(shapes: Decoder, room: float | None) -> None:
+        assert room is None, "a CPU tells no memory"
+        with made(shapes, free_bytes=1e9, **settings) as sampler:
+            counts.append(sampler.prepare())
+            plans.append(sampler.plan)
+            for refused in (lambda: sampler.submit([1]), lambda: sampler.score([1, 2])):
+                with pytest.raises(ValueError, match="the model has shapes, no arrays: call `update` first"):
+                    refused()
+
+    model, _ = jaxtune.from_pretrained(tmp_path / "base", "float32", load_in, beside=prepare)
+    with made(model, free_bytes=1e9, **settings) as sampler:
+        counts.append(sampler.prepare())
+        compilations.clear()
+        rows = drawn(np.random.default_rng(2), 8)
+        results = answers(sampler, rows)
+        assert compilations == [] and sampler.plan == plans[0]
+        assert (sampler.plan.converted_layers > 0) == (load_in is not None)
+    assert sum(counts[0]) > 10 and sum(counts[1]) == 0
+    shapes = nnx.eval_shape(lambda: model)
+    with made(shapes, free_bytes=1e9, **settings) as sampler:
+        sampler.update(model)
+        assert_same(answers(sampler, rows), results)
+
+
+def test_an_error_beside_loading_is_raised(tmp_path):
+    jaxtune.save_pretrained(tiny_model(), tmp_path / "base")
+
+    def fails(*_):
+        raise RuntimeError("of the test")
+
+    with pytest.raises(RuntimeError, match="of the test"):
+        jaxtune.from_pretrained(tmp_path / "base", beside=fails)
 
 
 # ---- with adapters and stored beginnings

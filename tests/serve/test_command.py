@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import threading
 
 import jax
 import pytest
@@ -12,7 +14,11 @@ from tiny_models import adapted_model
 import jaxtune
 from jaxtune import cli
 from jaxtune.commands.serve import _models
+from jaxtune.models.generation import slots
+from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import has_adapter
+from jaxtune.serve.server import Server
 from tests.serve.running import BASE
 
 
@@ -34,11 +40,37 @@ def test_an_adapter_is_served_beside_its_base(adapter, alone):
     given = (adapter, []) if alone else (BASE, [f"mine={adapter}"])
     settings = dict(dtype="float32", load_in=None, no_pictures=False, max_pixels=None, remote_images=False)
     options = argparse.Namespace(model=str(given[0]), adapter=given[1], **settings)
-    base, mine = _models(options)
+    base, mine = _models(options, lambda shapes, room: None)
     assert (base.name, base.base, mine.name, mine.base) == ("base", None, "mine", "base")
     assert has_adapter(mine.model) and not has_adapter(base.model)
     own = {id(array) for array in leaves(mine.model)}
     assert leaves(base.model) and all(id(array) in own for array in leaves(base.model))
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["base", "adapter"])
+def test_programs_are_prepared_while_weights_load(adapter, capsys, monkeypatch, over):
+    """The load waits for them, and after it nothing is compiled."""
+    load, prepare, prepared, lengths = Pretrained.load, Sampler.prepare, threading.Event(), []
+
+    def loading(pretrained):
+        assert prepared.wait(300)
+        return load(pretrained)
+
+    def preparing(sampler):
+        programs = prepare(sampler)
+        lengths.append(programs.loaded + programs.compiled)
+        prepared.set()
+        return programs
+
+    monkeypatch.setattr(Pretrained, "load", loading)
+    monkeypatch.setattr(Sampler, "prepare", preparing)
+    monkeypatch.setattr(Server, "run_until_signal", lambda server: server._engine.close(60))
+    slots.programs.cache_clear()
+    flags = ["--port", "0", "--slots", "2", "--length", "128", "--dtype", "float32"]
+    assert cli.main(["serve", str(adapter if over else BASE), *flags]) == 0
+    before, after = lengths
+    assert before > 10 and after == 0
+    assert re.search(r"0 loaded, 0 compiled in .* while the weights loaded, \d+ and \d+", capsys.readouterr().out)
 
 
 def test_two_models_of_one_name_are_refused(adapter, capsys):

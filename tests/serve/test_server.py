@@ -291,7 +291,7 @@ def test_a_client_that_goes_away_frees_its_slots(models, engine, port, stream):
         if stream:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
     wait_until(lambda: pending(engine) == 0)
-    assert engine._rows == 0 and not engine._of_request
+    assert engine._rows.total == 0 and not engine._of_request
 
 
 def test_an_answer_that_takes_too_long_is_ended(models, engine):
@@ -331,9 +331,24 @@ def test_a_sampler_for_which_memory_is_gone_is_no_fault_of_the_request(models):
 
 
 def test_more_rows_than_may_wait_are_refused(models, engine, port, monkeypatch):
-    monkeypatch.setattr("jaxtune.serve.engine._MOST_ROWS", 3)
+    monkeypatch.setattr(engine._rows, "most", 7)
     status, answer = ask(port, CHAT, GOOD | {"n": 4})
     assert status == 429 and answer["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_client_leaves_others_as_much_as_it_has(engine, port, monkeypatch):
+    """Of rows, and of memory for pictures and for bodies."""
+    shares = engine._rows
+    monkeypatch.setattr(shares, "most", 8)
+    assert shares.take("greedy", 4)
+    greedy, other = GOOD | {"max_tokens": 2, "user": "greedy"}, GOOD | {"max_tokens": 2, "user": "other"}
+    status, answer = ask(port, CHAT, greedy)
+    assert status == 429 and "4 answers wait or are being made, 4 of them for this client" in answer["error"]["message"]
+    assert ask(port, CHAT, other | {"n": 2})[0] == 200 and ask(port, CHAT, other | {"n": 3})[0] == 429
+    shares.give_back("greedy", 1)
+    assert ask(port, CHAT, greedy)[0] == 200
+    shares.give_back("greedy", 3)
+    assert shares.total == 0
 
 
 def test_answers_have_a_grace_after_a_signal_and_then_an_error(models, engine, monkeypatch):

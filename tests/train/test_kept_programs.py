@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -139,6 +140,18 @@ def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
                 patch.setitem(holder, name, form) if isinstance(holder, dict) else patch.setattr(holder, name, form)
                 assert replaced("jaxtune") is not None, form
     assert replaced("jaxtune") is None
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_package_in_a_folder_that_pip_installed_into_is_nobodys_own(kept, tmp_path, monkeypatch, installed):
+    name = f"kernels_of_others_{installed}".lower()
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("def rule(x):\n    return x\n")
+    if installed:
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FORMATS, "mine", importlib.import_module(name).rule)
+    assert (replaced("jaxtune") is None) == installed
 
 
 # ---- programs

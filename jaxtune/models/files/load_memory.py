@@ -10,7 +10,6 @@ import math
 import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +69,11 @@ def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | N
       storage: their dtype or format, for the error.
       nf4_bytes: of the weights in NF4, which the error recommends if it fits; None: it does not.
     """
-    device = jax.local_devices()[0]
-    limit, free = _memory(device)
+    limit, free = _memory()
     if limit is None or need_bytes <= free:
         return
     gc.collect()  # frees models that nothing refers to any more
-    limit, free = _memory(device)
+    limit, free = _memory()
     if limit is None or need_bytes <= free:
         return
     free_text = f", of which {free / _GB:.1f} are free" if limit - free > 0.01 * limit else ""
@@ -90,12 +88,18 @@ def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | N
     format_text = FORMATS[storage].title if storage in FORMATS else f"in {storage}"
     raise ValueError(
         f"{folder}: its weights take {need_bytes / _GB:.1f} GB {format_text}, and the device "
-        f"({device.device_kind}) has {limit / _GB:.1f} GB{free_text}; {remedy}"
+        f"({jax.local_devices()[0].device_kind}) has {limit / _GB:.1f} GB{free_text}; {remedy}"
     )
 
 
-def _memory(device: Any) -> tuple[int | None, int]:
+def free_bytes() -> int | None:
+    """Of this process's first device; None if it reports none, as a CPU."""
+    limit, free = _memory()
+    return None if limit is None else free
+
+
+def _memory() -> tuple[int | None, int]:
     """(bytes that JAX may use, free ones), or (None, 0)."""
-    stats = device.memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     return (None, 0) if not limit else (limit, limit - stats.get("bytes_in_use", 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -140,6 +140,13 @@ def _decoded(weight: Stored, dtype: str) -> jax.Array:
     return decoded(weight, jnp.zeros((), dtype))[0]
 
 
+def _of[A, S, R](function: Callable[[A, S], R], arrays: A, static: S) -> R:
+    """function(arrays, static), as shapes if an array is one."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arrays)):
+        return jax.eval_shape(lambda values: function(values, static), arrays)
+    return function(arrays, static)
+
+
 class _Form(NamedTuple):
     """How a converted model's arrays follow from the model's. A place is an index in the model's jax.tree.leaves."""
 
@@ -208,12 +215,11 @@ class Converted:
             entry = self._cache.get(id(codes))
             if entry is None:
                 weight = jax.tree.unflatten(tree, [leaves[index] for index in indices])
-                entry = codes, _decoded(weight, form.dtype)
+                entry = codes, _of(_decoded, weight, form.dtype)
             cache[id(codes)] = entry
             arrays.append(entry[1])
-        arrays += _filled(
-            [leaves[index] for index, *_ in form.adapters], tuple((axis, dtype) for _, axis, dtype in form.adapters)
-        )
+        sides = [leaves[index] for index, *_ in form.adapters]
+        arrays += _of(_filled, sides, tuple((axis, dtype) for _, axis, dtype in form.adapters))
         self._cache = cache
         return form.structure, [arrays[index] for index in form.indices]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -16,11 +18,14 @@ from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.system.extras import install
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 _MOST_BYTES = 256 * 1024  # of a grammar
 # Of a processor, that a row may take: other rows wait meanwhile. Few grammars take a millisecond for a token.
 _SECONDS, _SECONDS_PER_TOKEN = 1.0, 0.02
+_MOST_VOCABULARIES = 4
+_vocabularies: dict[bytes, LLTokenizer] = {}  # the last used ones, in the order of their use
+_vocabularies_lock = threading.Lock()
 _TAIL = 16  # tokens in which the end of thoughts is looked for
 
 
@@ -69,6 +74,21 @@ def _llguidance():
     return llguidance
 
 
+def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> LLTokenizer:
+    """Makes it in seconds, in which no other thread of Python runs. Equal tokenizers share it."""
+    from llguidance import hf
+
+    key = hashlib.sha256(f"{size} {ends} {tokenizer.backend_tokenizer.to_str()}".encode()).digest()
+    with _vocabularies_lock:
+        vocabulary = _vocabularies.pop(key, None)
+        if vocabulary is None:
+            vocabulary = hf.from_tokenizer(tokenizer, size, [*ends] or None)
+        _vocabularies[key] = vocabulary
+        while len(_vocabularies) > _MOST_VOCABULARIES:
+            del _vocabularies[next(iter(_vocabularies))]
+    return vocabulary
+
+
 class Grammars:
     """Constraints for the rows of one model.
 
@@ -78,12 +98,11 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], vocab_size: int):
-        from llguidance import hf
-
         self._width, self._tokenizer = (vocab_size + 31) // 32, tokenizer
         end_tokens = [token for token in ends if token < len(tokenizer)]
         self._last: tuple[str, LLMatcher] | None = None  # the last grammar; a request's rows have the same
-        self._compiler = hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), end_tokens or None)
+        most = max(vocab_size, len(tokenizer))
+        self._compiler, self._bits = _vocabulary(tokenizer, most, end_tokens), (most + 31) // 32
 
     def constraint(
         self, grammar: str, thoughts_end: re.Pattern[str] | None = None, thinks: bool = False, opens: int | None = None
@@ -104,22 +123,26 @@ class Grammars:
         def decode(ids: Sequence[int]) -> str:
             return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        return GrammarConstraint(last[1], self._width, decode, thoughts_end, thinks, opens)
+        return GrammarConstraint(last[1], self._width, self._bits, decode, thoughts_end, thinks, opens)
 
 
 class GrammarConstraint:
-    """A `requests.Constraint`: any thoughts, then a text of the grammar. first: copied when the row needs it."""
+    """A `requests.Constraint`: any thoughts, then a text of the grammar.
+
+    first: copied when the row needs it. width, bits: words of a mask, and of llguidance's, which may have more.
+    """
 
     def __init__(
         self,
         first: LLMatcher,
         width: int,
+        bits: int,
         decode: Callable[[Sequence[int]], str],
         thoughts_end: re.Pattern[str] | None,
         thinks: bool,
         opens: int | None,
     ):
-        self._first, self._width, self._decode = first, width, decode
+        self._first, self._width, self._bits, self._decode = first, width, bits, decode
         self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
         self._thoughts: list[int] = []
         self._seconds = _SECONDS  # that are left
@@ -131,11 +154,13 @@ class GrammarConstraint:
     def mask(self) -> np.ndarray | None:
         if self._thinks:
             return None
+        from llguidance.numpy import fill_next_token_bitmask
+
         began = time.thread_time()
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        bits = np.zeros((1, self._bits), np.int32)
+        fill_next_token_bitmask(self._matcher, bits, 0)
         self._seconds -= time.thread_time() - began
-        mask = np.zeros(self._width, np.uint32)
-        mask[: len(bits)] = bits[: self._width]
+        mask = bits[0].view(np.uint32)[: self._width]
         if self._opens is not None:
             mask[self._opens // 32] |= np.uint32(1) << np.uint32(self._opens % 32)
         return mask

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.prefixes import BLOCK, Prefixes, block_keys, which_are_caches
-from jaxtune.models.generation.ready import Blocks, Extend, Grow, Insert, Pack, Prefill, Ready, Size
+from jaxtune.models.generation.ready import Blocks, Extend, Grow, Insert, Look, Pack, Prefill, Ready, Size
 from jaxtune.models.generation.requests import Request
 from jaxtune.models.generation.slot_plan import length_bucket, next_power
 from jaxtune.models.generation.structure import Structure
@@ -90,7 +90,8 @@ class Prefills:
 
       structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
       one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
-      ready: where the program for a prompt's length is not compiled, a longer one's is used; not with one_at_a_time.
+      ready: where the program for a prompt's length is not compiled, a longer one's is used, for pictures also one of
+        more patches; not with one_at_a_time.
       gated: whether rows may have adapters.
       prefix_bytes: for the states of prompts' beginnings; 0: nothing is stored, with the same pieces; None: nothing is.
 
@@ -111,6 +112,7 @@ class Prefills:
         prefix_bytes: int | None = None,
     ):
         self._programs, self._one = programs, one_at_a_time
+        self._exact: dict[tuple[int, int], tuple[int, int]] = {}  # results of _chosen that no later program changes
         self.use(structure, shapes, gated)
         self._chunk, self._at_once, self._ready = chunk, at_once, ready
         layers = structure.model(shapes).layers
@@ -136,6 +138,7 @@ class Prefills:
     def use(self, structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], gated: bool) -> None:
         """Takes the model with other adapters; states of prompts stay."""
         self._structure, self._shapes, self._gated = structure, tuple(shapes), gated
+        self._exact.clear()
 
     def add_waiting(self, request: Request) -> bytes:
         """Counts a request among those that wait for its prompt. Returns the prompt's key for request.key; equal
@@ -213,8 +216,10 @@ class Prefills:
             self._keep(Batch(states, {first.key: 0}))
             return 1
         if first.pictures is not None:
-            self._keep(Batch(self._prefill(leaves, [first], count, _padded(count), _padded(count)), {first.key: 0}))
-            return _padded(count)
+            look = self._chosen_look(first, capacity) or _look(first)
+            states = self._prefill(leaves, [first], count, look.width, look.width, look.patches)
+            self._keep(Batch(states, {first.key: 0}))
+            return look.width
         if count > self._piece:
             self._long = self._begun(first, capacity)
             return self._next_piece(leaves, self._long)
@@ -242,7 +247,9 @@ class Prefills:
         count = len(request.tokens) - 1
         if count == 0:
             return self._ready.choose([Insert(capacity, 1, 1)]) is not None
-        return request.pictures is not None or self._chosen(count, capacity) is not None
+        if request.pictures is not None:
+            return self._chosen_look(request, capacity) is not None
+        return self._chosen(count, capacity) is not None
 
     def usual(self, capacity: int) -> list[Size]:
         """The programs that serve all prompts whose rows fit into `capacity`, each longer than it by at most some
@@ -269,6 +276,8 @@ class Prefills:
         """(width of the program for a prompt, or for the last piece of a long one; the capacity of its states); None
         if none is compiled.
         """
+        if (known := self._exact.get((count, capacity))) is not None:
+            return known
         long = count > self._piece
         widths = [self._width_of_last(count) if long else _padded(count)]
         most = self._piece if long else min(self._piece, capacity)
@@ -280,7 +289,17 @@ class Prefills:
             self._long_sizes(count, *pair, capacity) if long else _batch_sizes(1, pair[0], capacity) for pair in pairs
         )
         index = self._ready.choose(*sizes)
+        if index == 0:
+            self._exact[count, capacity] = pairs[0]
         return None if index is None else pairs[index]
+
+    def _chosen_look(self, request: Request, capacity: int) -> Look | None:
+        """The program for a prompt with pictures; None if none is compiled."""
+        exact = _look(request)
+        larger = [] if self._one else [look for look in self._ready.looks(exact) if look.width <= capacity]
+        looks = [exact, *larger]
+        index = self._ready.choose(*([look, Insert(capacity, 1, look.width)] for look in looks))
+        return None if index is None else looks[index]
 
     def _width_of_last(self, count: int) -> int:
         """The padded tokens of the last piece of a long prompt of `count` tokens."""
@@ -322,9 +341,11 @@ class Prefills:
                 return size
         return None
 
-    def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int, width: int) -> device.States:
+    def _prefill(
+        self, leaves, requests: Sequence[Request], count: int, capacity: int, width: int, patches: int = 0
+    ) -> device.States:
         """States after `count` tokens of each request, never its newest, which the first decoding step reads; padded to
-        `width`. One with pictures is alone.
+        `width`. One with pictures is alone, and they are padded to `patches`.
         """
         tokens = np.zeros((len(requests), width), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
@@ -334,7 +355,6 @@ class Prefills:
             lengths[row], totals[row] = len(prompt), len(request.tokens)
         arguments = leaves, tokens, lengths, totals
         if (pictures := requests[0].pictures) is not None:
-            patches = length_bucket(pictures.pictures.patch_segments.shape[1])
             arguments = *arguments, *pictures.padded(tokens.shape[1], patches)
         elif self._gated:
             arguments = *arguments, None, None
@@ -416,6 +436,12 @@ class Prefills:
 
 def _padded(tokens: int) -> int:
     return length_bucket(tokens, _SMALLEST)
+
+
+def _look(request: Request) -> Look:
+    assert request.pictures is not None
+    patches = request.pictures.pictures.patch_segments.shape[1]
+    return Look(_padded(len(request.tokens) - 1), length_bucket(patches))
 
 
 def _rows_of_pack(size: int, width: int) -> int:

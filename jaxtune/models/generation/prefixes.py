@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.generation.layer_steps import States
-from jaxtune.models.generation.slot_plan import prefix_room
+from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.programs.kept import Call, Function
 
@@ -30,7 +30,7 @@ def worthwhile_bytes(prompts: Iterable[Sequence[int]]) -> int | None:
     distinct = set(map(tuple, prompts))
     blocks = [key for prompt in distinct for key in block_keys(prompt[:-1], BLOCK)]
     shared = BLOCK * (len(blocks) - len(set(blocks)))
-    return prefix_room() if shared and shared >= _LEAST_SHARED * sum(map(len, distinct)) else None
+    return prefix_room(room_bytes()) if shared and shared >= _LEAST_SHARED * sum(map(len, distinct)) else None
 
 
 def block_keys(tokens: Sequence[int], size: int, condition: object = None) -> list[bytes]:

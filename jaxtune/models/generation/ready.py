@@ -19,6 +19,8 @@ from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.generation.scores import scored
 from jaxtune.models.generation.structure import Structure
 from jaxtune.models.programs.kept import Call, Prepared, prepare
+from jaxtune.models.vision.pictures import Pictures
+from jaxtune.models.vision.tower import TowerConfig
 from jaxtune.system import lifetimes
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,18 @@ class Prefill:
     rows: int
     width: int
     capacity: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Prefills one prompt with pictures."""
+
+    width: int
+    patches: int
+
+    def serves(self, other: Look) -> bool:
+        """Whether it can take the place of `other`."""
+        return self.width >= other.width and self.patches >= other.patches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +112,7 @@ class Decode:
 
 
 # What one program, or a few, are compiled for.
-type Size = Prefill | Pack | Extend | Insert | Grow | Blocks | Mark | Score | Decode
+type Size = Prefill | Look | Pack | Extend | Insert | Grow | Blocks | Mark | Score | Decode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,6 +130,7 @@ class Shapes:
     gated: bool
     where: jax.sharding.SingleDeviceSharding
     rows: device.Rows
+    tower: TowerConfig | None = None
 
     def of(self, structure: Structure, arrays: Sequence[jax.ShapeDtypeStruct], gated: bool) -> Shapes:
         """Those of another model; the same object for the same model."""
@@ -133,6 +148,10 @@ class Shapes:
                 tokens = self._ints(rows, width), self._ints(rows), self._ints(rows)
                 adapters = (None, None, *self._adapters(rows)) if self.gated else ()
                 yield programs.prefill.call(self.structure, capacity, leaves, *tokens, *adapters)
+            case Look(width, patches):
+                tokens = self._ints(1, width), self._ints(1), self._ints(1)
+                arguments = *tokens, *self._pictures(width, patches), *self._adapters(1)
+                yield programs.prefill.call(self.structure, width, leaves, *arguments)
             case Pack(length, width, rows):
                 tokens = self._ints(1, length), self._ints(rows), self._ints(rows), self._ints(rows)
                 yield programs.pack.call(self.structure, width, leaves, *tokens, *self._adapters(rows))
@@ -163,9 +182,15 @@ class Shapes:
                 vocab = self.structure.config.vocab_size
                 seen = self._ints(count, vocab) if kind.penalises else None
                 rows = self._placed(self._rows_of(size))
-                changed = self._array((count,), bool)
-                arguments = leaves, self._states(count, capacity), live, seen, changed, live, rows
-                yield programs.decode.call(self.structure, kind, steps, *arguments)
+                changed, states = self._array((count,), bool), self._states(count, capacity)
+                if not size.masks:
+                    arguments = leaves, states, live, seen, changed, live, rows
+                    yield programs.decode.call(self.structure, kind, steps, *arguments)
+                    return
+                arguments = leaves, states, live, changed, live, rows._replace(masks=None, adjustments=None)
+                yield programs.logits.call(self.structure, *arguments)
+                logits = self._placed(device.logits_shape(self.structure, self.arrays, count))
+                yield programs.choose.call(self.structure, kind, logits, live, seen, rows)
 
     def _rows_of(self, size: Decode) -> device.Rows:
         count, vocab = len(self.rows.start), self.structure.config.vocab_size
@@ -174,6 +199,18 @@ class Shapes:
         masks = np.zeros((count, (vocab + 31) // 32), np.uint32) if size.masks else None
         adapter = self.rows.adapter if self.gated else None
         return self.rows._replace(ends=ends, adjustments=adjustments, masks=masks, adapter=adapter)
+
+    def _pictures(self, width: int, patches: int) -> tuple[jax.ShapeDtypeStruct, Pictures]:
+        """(positions, pictures) as of PromptPictures.padded."""
+        assert self.tower is not None
+        axes, numbers = len(self.structure.config.rotary[0].sections), self.tower.patch_numbers
+
+        def pictures() -> Pictures:
+            ones, pairs = jnp.zeros((1, patches), jnp.int32), jnp.zeros((1, patches, 2), jnp.int32)
+            values, features = jnp.zeros((1, patches, numbers), jnp.float32), jnp.zeros((1, width), jnp.int32)
+            return Pictures(values, ones, pairs, pairs, features)
+
+        return self._ints(1, width, *([axes] if axes else [])), self._placed(jax.eval_shape(pictures))
 
     def _adapters(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (self._ints(rows),) if self.gated else ()
@@ -250,6 +287,12 @@ class Ready:
                 self._start()
         return index
 
+    def looks(self, size: Look) -> list[Look]:
+        """The ready ones that serve `size`, the smallest first."""
+        with self._queue.changed:
+            looks = [other for other in self._queue.ready if isinstance(other, Look) and other.serves(size)]
+        return sorted(looks, key=lambda other: (other.patches, other.width))
+
     def decode(self, size: Decode, biases: int) -> Decode | None:
         """The size, or a ready one that serves it, as cheap as there is; None: none does. biases: columns of the
         arrays, which a program with biases must have.
@@ -257,6 +300,8 @@ class Ready:
         if not self.beside:
             return size
         with self._queue.changed:
+            if size in self._queue.ready and size.biases in (0, biases):
+                return size
             decodes = [other for other in self._queue.ready if isinstance(other, Decode)]
         serving = [other for other in decodes if other.serves(size) and other.biases in (0, biases)]
         return min(serving, key=lambda other: (sum(other.kind), other.kind), default=None)

@@ -88,6 +88,19 @@ class Piece:
     reused: int = 0
 
 
+def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """One piece for each request, in the order of their first."""
+    joined: dict[int, Piece] = {}
+    for piece in pieces:
+        if (first := joined.get(piece.request)) is not None:
+            ids, logprobs, top_logprobs = (
+                getattr(first, name) + getattr(piece, name) for name in ("ids", "logprobs", "top_logprobs")
+            )
+            piece = dataclasses.replace(piece, ids=ids, logprobs=logprobs, top_logprobs=top_logprobs)
+        joined[piece.request] = piece
+    return [*joined.values()]
+
+
 class StopStrings:
     """Finds the token that completes one of several strings in the new text of a row. Raises ValueError without a
     tokenizer or for an empty string.
@@ -162,14 +175,14 @@ class PromptPictures(NamedTuple):
         features = np.full((1, tokens), -1, np.int32)
         features[0, :count] = np.asarray(pictures.picture_features)[0, :count]
 
-        def of_patches(array: jax.Array) -> jax.Array:
-            values = np.asarray(array)
+        def of_patches(array: jax.Array, dtype: type = np.int32) -> jax.Array:
+            values = np.asarray(array, dtype)
             widths = ((0, 0), (0, patches - values.shape[1]), *((0, 0),) * (values.ndim - 2))
             return jnp.asarray(np.pad(values, widths))
 
-        arrays = pictures.patches, pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
-        values, segments, grids, coordinates = map(of_patches, arrays)
-        return positions, Pictures(values, segments, grids, coordinates, jnp.asarray(features), pictures.max_pictures)
+        arrays = pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
+        values, (segments, grids, coordinates) = of_patches(pictures.patches, np.float32), map(of_patches, arrays)
+        return positions, Pictures(values, segments, grids, coordinates, jnp.asarray(features))
 
 
 def check_pictures(

@@ -47,6 +47,7 @@ from jaxtune.models.generation.requests import (
     checked_length,
     checked_prompt,
     in_turns,
+    joined_pieces,
     seeds_of,
 )
 from jaxtune.models.generation.sampling import Kind, Sampling
@@ -97,6 +98,10 @@ class _Model(NamedTuple):
     newest: int  # the last adapter's number
 
 
+def _are_arrays(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> bool:
+    return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
 def _wait_for(rounds: collections.deque[_Round], prefills: Prefills) -> None:
     """Waits for results that nobody will read."""
     while rounds:
@@ -113,12 +118,14 @@ class Sampler:
     by samplers of equal models and slots. Closing or freeing a sampler waits for the device.
 
     Args:
-      model: its arrays are used, not copied, apart from plain adapters and converted weights.
+      model: its arrays are used, not copied, apart from plain adapters and converted weights. With shapes in place of
+        arrays, as from_pretrained gives `beside`, only `prepare` works, until `update`.
       slots: None: `most_slots`, halved until there is memory.
       length: tokens of a row with its prompt. None: as many as there is memory for. Caches grow in buckets up to the
         longest requested row.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
       memory_share: of the free memory; the rest is for samplers made next.
+      free_bytes: the free memory beside the model, where it is not in memory yet; None: as the device says.
       deterministic: a row has the same bits whatever else is sampled, in any slot and process, for equal `slots` and
         devices; otherwise other rows change its rounding. Slower: prompts are prefilled one at a time, no weights are
         converted, products use the vendor's first algorithm.
@@ -157,6 +164,7 @@ class Sampler:
         most_slots: int = SLOTS,
         most_converted: int | None = None,
         memory_share: float = 1.0,
+        free_bytes: float | None = None,
         deterministic: bool = False,
         tokens_per_round: int = 8,
         prefill_tokens: int = PREFILL_TOKENS,
@@ -188,7 +196,7 @@ class Sampler:
         self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
-        room = room_bytes(memory_share)
+        room = room_bytes(memory_share) if free_bytes is None else (free_bytes - self._bank.bytes) * memory_share
         room = None if room is None else room - (adapter_bytes - self._bank.bytes)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
@@ -211,8 +219,10 @@ class Sampler:
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
         self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
-        where = jax.sharding.SingleDeviceSharding(min(self._leaves[0].devices(), key=lambda device: device.id))
-        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows)
+        self._has_arrays = _are_arrays(self._leaves)
+        array = self._leaves[0] if self._has_arrays else jnp.zeros(())
+        where = jax.sharding.SingleDeviceSharding(min(array.devices(), key=lambda device: device.id))
+        shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows, self._tower)
         self._ready = Ready(shapes, compiles_beside)
         self._prefills = Prefills(
             self._programs,
@@ -229,7 +239,8 @@ class Sampler:
         self._unordered = False  # whether clients must take turns anew
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
-        self._decoding: dict[Decode, Callable] = {}  # programs of rounds
+        # programs of rounds; by the capacity, of the logits of rounds with masks
+        self._decoding: dict[Decode | int, Callable] = {}
         self._rounds: collections.deque[_Round] = collections.deque()
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
@@ -362,7 +373,7 @@ class Sampler:
         if self._coming is None:
             return
         self._structure, self._leaves, self._shapes, self._gated, self._newest = self._coming
-        self._coming = None
+        self._coming, self._has_arrays = None, _are_arrays(self._leaves)
         self._decoding.clear()  # for shapes and dtypes may be others
         self._ready.use(self._structure, self._shapes, self._gated)
         self._prefills.use(self._structure, self._shapes, self._gated)
@@ -415,8 +426,7 @@ class Sampler:
           frequency_penalty: subtracted from them as often as it contains them.
           logit_bias: {token id: what is added to its logit}; None: nothing.
           min_new_tokens: no end token or stop string ends the row before.
-          constraint: which tokens the row may make; while one such row decodes, rounds have a single step, and the
-            device waits for the host.
+          constraint: which tokens the row may make; while one such row decodes, no round is dispatched ahead.
           client: who asks: rows that wait take turns between clients (requests.in_turns).
           pictures: of the prompt, for a model with its tower; None: text alone.
           adapter: its name; None: the model alone.
@@ -424,6 +434,7 @@ class Sampler:
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, filters
         with temperature 0, or while `run` has rows to yield.
         """
+        self._require_arrays("submit")
         if self._closed:
             raise ValueError("Sampler: submit after close: make a new Sampler")
         if self._runs:
@@ -480,6 +491,10 @@ class Sampler:
         self._enqueue(request)
         return request.number
 
+    def _require_arrays(self, caller: str) -> None:
+        if not self._has_arrays:
+            raise ValueError(f"Sampler: {caller}: the model has shapes, no arrays: call `update` first")
+
     def cancel(self, request: int) -> None:
         """Ends a request that waits or decodes; the next step returns an empty last piece. Other numbers do nothing."""
         live_request = self._requests.get(request)
@@ -507,6 +522,7 @@ class Sampler:
         """(the log-probability of each token of a prompt but the first, the `top` likeliest tokens in the place of
         each); also while rows decode. adapter: its name. ValueError: as `submit`.
         """
+        self._require_arrays("score")
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         if len(tokens) > self.plan.length:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
@@ -533,11 +549,10 @@ class Sampler:
         with timing.phase("sample"):
             self._switch_if_ready()
             self._fill()
-            constrained = any(request is not None and request.constraint is not None for request in self._slots)
-            while constrained and self._rounds:  # the masks depend on the newest tokens
-                self._read_round()
-            if self._has_work():
-                self._dispatch(self._masks() if constrained else None)
+            if any(request is not None and request.constraint is not None for request in self._slots):
+                self._follow_constraints()
+            elif self._has_work():
+                self._dispatch()
                 if len(self._rounds) >= _IN_FLIGHT:
                     self._read_round()
             elif self._rounds:
@@ -545,7 +560,7 @@ class Sampler:
             elif self._waiting and self._ready.beside and not self._pieces:
                 self._ready.wait(_IDLE_SECONDS)
         pieces, self._pieces = self._pieces, []
-        return pieces
+        return joined_pieces(pieces)
 
     def run(
         self,
@@ -680,19 +695,23 @@ class Sampler:
         if not self._ready.beside:
             yield from self._waiting
             return
+        rows = [row for row in self._slots if row is not None]
+        kind, masks = self._kind_of(rows), any(row.constraint is not None for row in rows)
         for request in [*self._waiting]:
-            if (grows or request.limit <= self._capacity) and self._serves(request):
+            if (grows or request.limit <= self._capacity) and self._serves(request, kind, masks):
                 yield request
 
-    def _serves(self, request: Request) -> bool:
-        """Whether all programs are ready that a row needs, in a batch with those in the slots."""
+    def _serves(self, request: Request, kind: Kind, masks: bool) -> bool:
+        """Whether all programs are ready that a row needs, in a batch with those in the slots, of this kind."""
         try:
             if request.adapter > self._newest:
                 self._comes()
                 return False  # until `step` has switched
             capacity = self._capacity_for(request.limit)
             return (
-                capacity is not None and self._decodes(request, capacity) and self._prefills.serves(request, capacity)
+                capacity is not None
+                and self._decodes(request, capacity, kind | request.sampling.kind, masks)
+                and self._prefills.serves(request, capacity)
             )
         except RuntimeError as error:
             if all(refused is not request for refused, _ in self._refused):
@@ -707,9 +726,7 @@ class Sampler:
         index = self._ready.choose(*map(self._sizes, capacities))
         return None if index is None else capacities[index]
 
-    def _decodes(self, request: Request, capacity: int) -> bool:
-        rows = [row for row in (request, *self._slots) if row is not None]
-        kind = functools.reduce(Kind.__or__, (row.sampling.kind for row in rows))
+    def _decodes(self, request: Request, capacity: int, kind: Kind, masks: bool) -> bool:
         size = self._size(_MOST, self._steps, False, capacity)
         ends, biases = next_power(len(request.ends)), next_power(len(request.sampling.biases))
         if ends > size.ends or biases > size.biases:  # then no program serves the next rows but those with so many
@@ -717,7 +734,7 @@ class Sampler:
         else:
             size = self._size(kind, self._steps, False, capacity)
         sizes = [size]
-        if any(row.constraint is not None for row in rows):
+        if masks or request.constraint is not None:
             sizes.append(dataclasses.replace(size, steps=1, masks=True))
         columns = max(biases, self._bias_columns)
         missing = [size for size in sizes if self._ready.decode(size, columns) is None]
@@ -826,7 +843,7 @@ class Sampler:
         capacities = self._usual_capacities()
         sizes = [self._size(kind, self._steps, False, capacity) for kind in _USUAL for capacity in capacities]
         prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
-        if self._states is None:
+        if self._states is None and self._has_arrays:
             self._grow(capacities[0])
             self._seen = self._empty_seen()
         return prepared
@@ -882,24 +899,54 @@ class Sampler:
                     masks[slot] = mask
         return masks
 
-    def _dispatch(self, masks: np.ndarray | None) -> None:
-        """Starts a round of decoding steps, or of a single one with masks, without waiting; the states are donated. The
-        host's changes of slots take effect in it.
+    def _dispatch(self) -> None:
+        """Starts a round of decoding steps without waiting; the states are donated. The host's changes of slots take
+        effect in it.
         """
-        size = self._of_round(1 if masks is not None or self._joined() else self._steps, masks is not None)
-        kind, steps = size.kind, size.steps
+        size = self._of_round(1 if self._joined() else self._steps, False)
+        kind, seen, rows = size.kind, self._seen if size.kind.penalises else None, self._rows_of(size.kind)
+        arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
+        if size not in self._decoding:
+            self._decoding[size] = self._programs.decode.program(self._structure, kind, size.steps, *arguments)
+        self._states, self._live, seen, emitted = self._decoding[size](*arguments)
+        self._seen = seen if kind.penalises else self._seen
+        self._dispatched(emitted, size.steps)
+
+    def _follow_constraints(self) -> None:
+        """A round of single steps: the host reads a token, and makes the next masks, while logits are computed."""
+        for _ in range(1 if self._joined() else self._steps):
+            if not self._has_work():
+                break
+            size = self._of_round(1, True)
+            kind, rows = size.kind, self._rows_of(size.kind)
+            without = rows._replace(adjustments=None)
+            arguments = self._leaves, self._states, self._live, *self._changes(), without
+            if size.capacity not in self._decoding:
+                self._decoding[size.capacity] = self._programs.logits.program(self._structure, *arguments)
+            self._states, self._live, logits = self._decoding[size.capacity](*arguments)
+            while self._rounds:
+                self._read_round()
+            rows = rows._replace(masks=self._masks())
+            seen = self._seen if kind.penalises else None
+            if size not in self._decoding:
+                program = self._programs.choose.program(self._structure, kind, logits, self._live, seen, rows)
+                self._decoding[size] = program
+            self._live, seen, emitted = self._decoding[size](logits, self._live, seen, rows)
+            self._seen = seen if kind.penalises else self._seen
+            self._dispatched(emitted, 1)
+        while self._rounds:
+            self._read_round()
+
+    def _rows_of(self, kind: Kind) -> device.Rows:
+        """Of a round's rows, what the device has not yet is sent."""
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
             rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
         adjustments, adapter = rows.adjustments if kind.adjusts else None, rows.adapter if self._gated else None
-        rows = rows._replace(adjustments=adjustments, masks=masks, adapter=adapter)
-        seen = self._seen if kind.penalises else None
-        arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
-        if size not in self._decoding:
-            self._decoding[size] = self._programs.decode.program(self._structure, kind, steps, *arguments)
-        self._states, self._live, seen, emitted = self._decoding[size](*arguments)
-        self._seen = seen if kind.penalises else self._seen
+        return rows._replace(adjustments=adjustments, adapter=adapter)
+
+    def _dispatched(self, emitted: device.Emitted, steps: int) -> None:
         if not self._on_host:
             for array in jax.tree.leaves(emitted):
                 array.copy_to_host_async()
@@ -916,13 +963,15 @@ class Sampler:
         is_new = any(len(request.tokens) == request.start and not request.ahead for request in rows)
         return is_new and len(rows) <= max(1, len(self._slots) // _FEW)
 
+    @staticmethod
+    def _kind_of(rows: Sequence[Request]) -> Kind:
+        return functools.reduce(Kind.__or__, {row.sampling.kind for row in rows}, _GREEDY)
+
     def _kind_of_slots(self) -> Kind:
         """What the rows need, by an earlier round's kind if there was the same; else with what the last round had, so
         that few programs are compiled.
         """
-        kind = Kind(False, False, False)
-        for request in self._slots:
-            kind = kind if request is None else kind | request.sampling.kind
+        kind = self._kind_of([request for request in self._slots if request is not None])
         if self._ready.beside:
             return kind
         if kind not in self._kinds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class Sampling:
                 "temperature = 0, which takes the likeliest token: set a temperature, or drop them"
             )
 
-    @property
+    @functools.cached_property
     def kind(self) -> Kind:
         draws = self.temperature > 0
         filters = draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.load_memory import free_bytes
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import LEAST_ROWS, Convertible, convertible_of
 from jaxtune.models.generation.structure import Structure, structure_of
@@ -207,15 +208,12 @@ def _planned(
     return SlotPlan(slot_count, shortest, bytes_of(slot_count, shortest))
 
 
-def prefix_room(share: float = 1.0) -> int:
-    """The usual bytes for states of prompts' beginnings: a tenth of `room_bytes`, 1 GB where it is unknown."""
-    room = room_bytes(share)
+def prefix_room(room: float | None) -> int:
+    """The usual bytes for states of prompts' beginnings: a tenth of the free memory, 1 GB where it is unknown."""
     return int(_PREFIXES * room) if room is not None else _PREFIX_BYTES
 
 
 def room_bytes(share: float = 1.0) -> float | None:
     """The share (0 to 1) of the free bytes on this process's first device; None if it reports none, as a CPU."""
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return float(stats["bytes_limit"] - stats["bytes_in_use"]) * share
+    free = free_bytes()
+    return None if free is None else free * share

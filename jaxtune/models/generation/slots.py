@@ -134,6 +134,9 @@ class Programs(NamedTuple):
     insert: Function  # _insert: copies prefilled states into slots, whose old states are donated
     # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
     decode: Function
+    # the two halves of a step whose masks depend on the newest tokens, so that the host makes them meanwhile
+    logits: Function  # _logits, with donated states and `live`
+    choose: Function  # _choose, with donated `live` and `seen`
     grow: Function  # _grown: an array with a longer axis
     mark: Function  # _marked: `seen` with other counts of one slot; donated
 
@@ -157,6 +160,8 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
         Function(_extend, 1, donated=(1,), options=of_prompts),
         Function(_insert, 0, donated=(0,), options=of_steps),
         Function(functools.partial(_decode, same_choices), 3, donated=(1, 2, 3), options=of_steps),
+        Function(functools.partial(_logits, same_choices), 1, donated=(1, 2), options=of_steps),
+        Function(_choose, 2, donated=(1, 2), options=of_steps),
         Function(_grown, 1),
         Function(_marked, 0, donated=(0,)),
     )
@@ -207,6 +212,17 @@ def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], 
                     if next(name for name, refusal in table.items() if refusal() is None) == "reference":
                         return False
     return True
+
+
+def logits_shape(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], slots: int) -> jax.ShapeDtypeStruct:
+    """Of the logits of a decoding step."""
+
+    def of_hidden(leaves, hidden):
+        return _with_head_of_step(structure.model(leaves), slots).logits(hidden)[:, 0]
+
+    hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), structure.model(shapes).dtype)
+    with dispatch.unchecked():
+        return jax.eval_shape(of_hidden, list(shapes), hidden)
 
 
 def _prefill(
@@ -365,14 +381,8 @@ def _decode(
       seen: int32[N, V] of `seen_counts`; None without Kind.penalises.
       changed, new_live: bool[N], slots in which the host started or ended a row; their `live`.
     """
-    live = Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
-    model = structure.model(leaves)
-    choose_adapters(model, None if rows.adapter is None else jnp.asarray(rows.adapter)[:, None])
-    splits = split_layers(model)
-    if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
-        head = model.head_variable
-        head.set_value(head_of_step(model, head[...]))
-
+    live = _changed(live, changed, new_live)
+    forward = _forward_of_step(batch_invariant, structure, leaves, rows, len(live.token))
     order = jnp.arange(steps, dtype=jnp.int32)
     uniform = _uniform(rows, live.length, steps) if kind.draws else None
 
@@ -380,35 +390,84 @@ def _decode(
         """Makes a token in each active slot: (the next step_state, `ranked` of Emitted of this step)."""
         states, live, positions, draws, seen, tokens, logprobs = step_state
         with jax.named_scope("decode"):
-            index = jnp.maximum(positions, 0) if rows.delta is None else jnp.maximum(positions, 0) + rows.delta
-            tables = rotary_tables(model.config, index[:, None], jnp.maximum(live.length, 1)[:, None])
-            new, real = live.token[:, None], live.active
-            hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)
-            token, logprob, ranked = _chosen(model, kind, hidden, seen, rows, live.length, draws)
-        length = live.length + live.active
-        continues = live.active & (length < rows.limit) & (length <= rows.pause)
-        for column in range(rows.ends.shape[1]):  # a reduction would be a kernel of its own
-            continues &= token != rows.ends[:, column]
+            logits, states = forward(states, live, positions)
+            token, logprob, ranked = _chosen(structure.config.vocab_size, kind, logits, seen, rows, live.length, draws)
+        after = _after(live, token, rows)
         if kind.penalises:
             seen = seen.at[jnp.arange(len(token)), token].add(2 * live.active)
-        live = Live(token, length, continues)
         # What a scan slices and stacks would be copied, and the next kernels wait for copies.
-        draws = None if uniform is None else jnp.where(continues, _of_step(uniform, step + 1), -1.0)
+        draws = None if uniform is None else jnp.where(after.active, _of_step(uniform, step + 1), -1.0)
         this_step = (order == step)[:, None]
         tokens, logprobs = jnp.where(this_step, token, tokens), jnp.where(this_step, logprob, logprobs)
-        return (states, live, _position(length, continues), draws, seen, tokens, logprobs), ranked
+        return (states, after, _position(after), draws, seen, tokens, logprobs), ranked
 
     blank = jnp.zeros((steps, len(live.token)), jnp.int32), jnp.zeros((steps, len(live.token)), jnp.float32)
-    first_state = (
-        states,
-        live,
-        _position(live.length, live.active),
-        None if uniform is None else uniform[0],
-        seen,
-        *blank,
-    )
+    first_state = (states, live, _position(live), None if uniform is None else uniform[0], seen, *blank)
     (states, after, _, _, seen, tokens, logprobs), ranked = jax.lax.scan(decode_step, first_state, order)
     return states, after, seen, (tokens, logprobs, jnp.subtract(after.length, live.length), ranked)
+
+
+def _logits(
+    batch_invariant: bool, structure: Structure, leaves, states, live: Live, changed, new_live: Live, rows: Rows
+) -> tuple[States, Live, jax.Array]:
+    """The first half of a step of `_decode`, whose second is `_choose`: (states, live, logits [N, V or more])."""
+    live = _changed(live, changed, new_live)
+    forward = _forward_of_step(batch_invariant, structure, leaves, rows, len(live.token))
+    with jax.named_scope("decode"):
+        logits, states = forward(states, live, _position(live))
+    return states, live, logits
+
+
+def _choose(
+    structure: Structure, kind: Kind, logits, live: Live, seen, rows: Rows
+) -> tuple[Live, jax.Array | None, Emitted]:
+    """(live, seen, Emitted) after a step with these logits."""
+    with jax.named_scope("decode"):
+        draws = _uniform(rows, live.length, 1)[0] if kind.draws else None
+        token, logprob, ranked = _chosen(structure.config.vocab_size, kind, logits, seen, rows, live.length, draws)
+    after = _after(live, token, rows)
+    if kind.penalises:
+        seen = seen.at[jnp.arange(len(token)), token].add(2 * live.active)
+    counts = jnp.subtract(after.length, live.length)
+    return after, seen, (token[None], logprob[None], counts, jax.tree.map(lambda array: array[None], ranked))
+
+
+def _changed(live: Live, changed, new_live: Live) -> Live:
+    return Live(*(jnp.where(changed, new, old) for new, old in zip(new_live, live, strict=True)))
+
+
+def _forward_of_step(
+    batch_invariant: bool, structure: Structure, leaves, rows: Rows, slots: int
+) -> Callable[[States, Live, jax.Array], tuple[jax.Array, States]]:
+    """(states, live, positions int32[N]) -> (logits [N, V or more] of the next tokens, states)."""
+    model = _with_head_of_step(structure.model(leaves), slots)
+    choose_adapters(model, None if rows.adapter is None else jnp.asarray(rows.adapter)[:, None])
+    splits = split_layers(model)
+
+    def forward(states, live, positions):
+        index = jnp.maximum(positions, 0) if rows.delta is None else jnp.maximum(positions, 0) + rows.delta
+        tables = rotary_tables(model.config, index[:, None], jnp.maximum(live.length, 1)[:, None])
+        new, real = live.token[:, None], live.active
+        hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)
+        return model.logits(hidden)[:, 0], states
+
+    return forward
+
+
+def _with_head_of_step(model: Decoder, slots: int) -> Decoder:
+    if slots > 1:  # XLA does not pad the head for a product with a single row
+        head = model.head_variable
+        head.set_value(head_of_step(model, head[...]))
+    return model
+
+
+def _after(live: Live, token, rows: Rows) -> Live:
+    """With one more token in each active slot."""
+    length = live.length + live.active
+    continues = live.active & (length < rows.limit) & (length <= rows.pause)
+    for column in range(rows.ends.shape[1]):  # a reduction would be a kernel of its own
+        continues &= token != rows.ends[:, column]
+    return Live(token, length, continues)
 
 
 def _of_step(uniform: jax.Array, step: jax.Array) -> jax.Array:
@@ -418,8 +477,8 @@ def _of_step(uniform: jax.Array, step: jax.Array) -> jax.Array:
     )
 
 
-def _position(length, active) -> jax.Array:
-    return jnp.where(active, length - 1, -1)
+def _position(live: Live) -> jax.Array:
+    return jnp.where(live.active, live.length - 1, -1)
 
 
 def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
@@ -431,16 +490,16 @@ def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
     return jnp.where(rows.numbers.draws, draws, -1.0)
 
 
-def _chosen(model: Decoder, kind: Kind, hidden, seen, rows: Rows, length, uniform):
+def _chosen(vocab_size: int, kind: Kind, logits, seen, rows: Rows, length, uniform):
     """(tokens int32[N], log-probabilities float32[N] of logits / logprob_temperature without penalty and filters,
     `ranked` of Emitted of this step).
 
-      hidden: [N, 1, hidden], after the final norm.
+      logits: [N, V or more].
       length: int32[N], tokens of each row.
       uniform: float32[N]; None without Kind.draws.
     """
-    vocab_size, numbers = model.config.vocab_size, rows.numbers
-    logprob_temperature, logits = numbers.logprob_temperature, model.logits(hidden)[:, 0]
+    numbers = rows.numbers
+    logprob_temperature = numbers.logprob_temperature
     token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, logprob_temperature, uniform)
     logits = logits[:, :vocab_size].astype(jnp.float32)
     if kind.penalises or kind.filters or kind.adjusts or rows.masks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
@@ -50,6 +51,8 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     because flattening a deep model takes the host as long as many tokens take the device. Raises ValueError for divided
     weights.
     """
+    model = copy.copy(model)
+    model.source = model.base_digest = model.base_fingerprint = model.qat = None  # which change no program
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(on_device(state))
     partition.require_undivided(leaves, "Sampler")

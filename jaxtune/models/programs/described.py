@@ -162,8 +162,11 @@ def _is_installed(top: str) -> bool:
     file = getattr(sys.modules.get(top), "__file__", None)
     if top in sys.stdlib_module_names or file is None:
         return top in sys.stdlib_module_names
-    beside = Path(jax.__file__).parents[1]
-    return beside in Path(file).parents or bool({"site-packages", "dist-packages"} & set(Path(file).parts))
+    path = Path(file)
+    if Path(jax.__file__).parents[1] in path.parents or {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    folder = path.parents[1] if path.stem == "__init__" else path.parent
+    return any(folder.glob("*.dist-info"))  # of pip install --target
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
 from jaxtune.models.generation.requests import Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
-from jaxtune.models.generation.slot_plan import SlotPlan, prefix_room
+from jaxtune.models.generation.slot_plan import SlotPlan, prefix_room, room_bytes
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.system import waiting
 from jaxtune.train.config import ConfigError
@@ -130,7 +130,7 @@ class Sampling:
                 most_slots=min(self.slots, -(-len(prompts) // len(devices))),
                 most_converted=self.most_converted,
                 prefills_alone=turns,
-                prefix_bytes=prefix_room() if turns else None,
+                prefix_bytes=prefix_room(room_bytes()) if turns else None,
             )
 
         return made(model) if len(devices) == 1 else DividedSampler(model, devices, len(prompts), made)
