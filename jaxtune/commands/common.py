@@ -90,17 +90,17 @@ def _streamed(pretrained: Pretrained) -> int:
     return level
 
 
-def load(options: argparse.Namespace, pictures: bool = False, streams: bool = False, beside: Beside | None = None):
+def load(options: argparse.Namespace, pictures: bool = False, beside: Beside | None = None, streams: bool = False):
     """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder. Programs compiled
     from then on are kept.
 
-    pictures: load the tower, which an adapter that adapts it has anyway. streams: where the device has no room, leave
-    weights of layers in host memory, and say so. beside: as for from_pretrained.
+    pictures: load the tower, which an adapter that adapts it has anyway.
+    beside: as for from_pretrained.
+    streams: where the device has no room, leave weights of layers in host memory, and say so.
 
-    dtype None is the one that jaxtune recorded when it trained, else
-    bfloat16, never config.json's. load_in None is an adapter's base as in its training, else as the files store it.
-    With an adapter, the tokenizer's EOS and the token that ends a turn are among the model's end tokens. ValueError:
-    there is no such model.
+    dtype None is the one that jaxtune recorded when it trained, else bfloat16, never config.json's. load_in None is an
+    adapter's base as in its training, else as the files store it. With an adapter, the tokenizer's EOS and the token
+    that ends a turn are among the model's end tokens. ValueError: there is no such model.
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over
@@ -120,7 +120,7 @@ def load(options: argparse.Namespace, pictures: bool = False, streams: bool = Fa
             dtype=dtype,
             load_in=options.load_in,
             pictures=pictures,
-            streamed=_streamed if streams else None,
             beside=beside,
+            streamed=_streamed if streams else None,
         )
     return with_end_tokens(model, tokenizer) if adapter else model, tokenizer
