@@ -248,6 +248,32 @@ def test_refused_towers(hf, message):
         tower_config(hf)
 
 
+TOWERS = (rows.HF, rows.QWEN3_VL, rows.GEMMA4, rows.UNIFIED, rows.GEMMA3)
+
+
+@hypothesis.given(st.sampled_from(TOWERS), st.data())
+def test_null_stands_for_a_missing_key(hf, data):
+    vision = hf["vision_config"]
+    left_out = data.draw(st.sets(st.sampled_from(sorted(vision))))
+
+    def read(changed):
+        try:
+            return tower_config({**hf, "vision_config": changed})
+        except ValueError as error:
+            return str(error)
+
+    missing = {key: value for key, value in vision.items() if key not in left_out}
+    assert read(missing) == read({key: missing.get(key) for key in vision})
+
+
+@pytest.mark.parametrize("hf", TOWERS)
+def test_every_tensor_of_a_tower_has_a_name_of_its_own(hf):
+    config = tower_config(hf)
+    state = nnx.state(nnx.eval_shape(lambda: config.make(jax.random.key(0), "float32")))
+    names = [config.tensor_name(path) for path in nnx.to_flat_state(state).paths]
+    assert len({*names}) == len(names) and all(name.startswith(config.prefixes) for name in names)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
