@@ -141,7 +141,7 @@ def look(parent: int) -> dict[str, float]:
         with contextlib.suppress(OSError):  # it has ended
             status = Path(f"/proc/{number}/status").read_text()
             fields = dict(line.split(":", 1) for line in status.splitlines())
-            total["rss_mb"] += round(int(fields["VmRSS"].split()[0]) / 1e3, 1)
+            total["rss_mb"] = round(total["rss_mb"] + int(fields["VmRSS"].split()[0]) / 1e3, 1)
             total["threads"] += int(fields["Threads"])
             total["files"] += len(os.listdir(f"/proc/{number}/fd"))
             total["processes"] += 1
