@@ -75,7 +75,8 @@ def test_the_base_is_small_and_of_the_scripts_shape():
     model, tokenizer = jaxtune.from_pretrained(PACKAGE / "base", pictures=True)
     config = script().config(tokenizer)
     for part in ("text_config", "vision_config"):
-        assert config[part].items() - {("dtype", "float32")} <= hf[part].items()
+        for key, value in config[part].items():
+            assert key == "dtype" or hf[part][key] == value, (part, key)
     assert script().tokenizer().get_vocab() == tokenizer.get_vocab()
     assert model.vision is not None and "generation" in tokenizer.chat_template
 
@@ -119,7 +120,7 @@ def test_it_learns_to_read(tmp_path):
 
 
 def shortened(tmp_path: Path, *overrides: str) -> dict:
-    less = ["epochs=null", "steps=60", "evaluation.exact_match_rows=80", "export.merged=false"]
+    less = ["epochs=null", "steps=170", "evaluation.exact_match_rows=80", "export.merged=false"]
     return train(tmp_path / "run", *less, *overrides)[0]
 
 
@@ -127,7 +128,8 @@ def test_a_shortened_run_learns_to_read(tmp_path):
     results = shortened(tmp_path)
     assert results["before"]["rows"] == results["after"]["rows"] == 80
     assert results["before"]["exact_match"] <= 0.05
-    assert results["after"]["exact_match"] >= 0.35
+    assert results["after"]["exact_match"] >= 0.25
+    assert results["eval_loss"]["last"] < 0.15 * results["eval_loss"]["first"]
 
 
 def with_pictures(made: list[dict], shown: list[dict]) -> str:
