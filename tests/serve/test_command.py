@@ -52,9 +52,9 @@ def test_programs_are_prepared_while_weights_load(adapter, capsys, monkeypatch, 
     """The load waits for them, and after it nothing is compiled."""
     load, prepare, prepared, lengths = Pretrained.load, Sampler.prepare, threading.Event(), []
 
-    def loading(pretrained):
+    def loading(pretrained, **how):
         assert prepared.wait(300)
-        return load(pretrained)
+        return load(pretrained, **how)
 
     def preparing(sampler):
         programs = prepare(sampler)
