@@ -113,7 +113,10 @@ class Load:
         seen |= {"asked": 0, "worst_seconds": 0.0, "over_1_s": 0, "machine_busy_seconds": 0.0, "statuses": {}}
         while not self.over.is_set():
             began = time.monotonic()
-            status = str(self.asked("GET", "/health"))
+            try:
+                status = str(self.asked("GET", "/health"))
+            except (OSError, http.client.HTTPException) as error:
+                status = type(error).__name__
             took, began = time.monotonic() - began, time.monotonic()
             time.sleep(0.25)
             busy = time.monotonic() - began - 0.25

@@ -157,9 +157,11 @@ def _key_in(file: Path) -> str:
 
 def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> None:
     """Opens the socket, loads the models, and serves them until a signal. key: that clients must send; None: no key."""
+    from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.generation.adapters import read_adapter
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
+    from jaxtune.models.lora import freeze
     from jaxtune.models.programs.kept import Prepared
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
@@ -181,6 +183,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
         """The programs of the sampler to come, while its weights load; in vain if the memory then has another plan."""
         nonlocal ahead
         try:
+            shapes = freeze(shapes) if base_of(options.model) is not None else shapes  # as the base below is
             adapters = {name: read_adapter(shapes, path) for name, path in _named_folders(options)[1:]}
             with sampler_of(shapes, adapters, room, free_bytes=room) as sampler:
                 ahead = sampler.prepare()

@@ -65,7 +65,8 @@ def ending_start() -> Iterator[None]:
         with handled(stop):
             yield
     finally:
-        over.set()
+        if not came:  # else threads that compile may last longer than the main one
+            over.set()
         signal.set_wakeup_fd(earlier)
         ours.close()
 

@@ -47,8 +47,15 @@ def test_an_adapter_is_served_beside_its_base(adapter, alone):
     assert leaves(base.model) and all(id(array) in own for array in leaves(base.model))
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["base", "adapter"])
-def test_programs_are_prepared_while_weights_load(adapter, capsys, monkeypatch, over):
+def test_programs_are_prepared_while_weights_load(capsys, monkeypatch):
+    prepares_while_weights_load(BASE, capsys, monkeypatch)
+
+
+def test_programs_are_prepared_while_an_adapters_base_loads(adapter, capsys, monkeypatch):
+    prepares_while_weights_load(adapter, capsys, monkeypatch)
+
+
+def prepares_while_weights_load(model, capsys, monkeypatch):
     """The load waits for them, and after it nothing is compiled."""
     load, prepare, prepared, lengths = Pretrained.load, Sampler.prepare, threading.Event(), []
 
@@ -67,7 +74,7 @@ def test_programs_are_prepared_while_weights_load(adapter, capsys, monkeypatch, 
     monkeypatch.setattr(Server, "run_until_signal", lambda server: server._engine.close(60))
     slots.programs.cache_clear()
     flags = ["--port", "0", "--slots", "2", "--length", "128", "--dtype", "float32"]
-    assert cli.main(["serve", str(adapter if over else BASE), *flags]) == 0
+    assert cli.main(["serve", str(model), *flags]) == 0
     before, after = lengths
     assert before > 10 and after == 0
     assert re.search(r"0 loaded, 0 compiled in .* while the weights loaded, \d+ and \d+", capsys.readouterr().out)

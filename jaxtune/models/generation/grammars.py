@@ -99,7 +99,9 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> LLToken
     """Makes it in seconds, in which no other thread of Python runs. Equal tokenizers share it."""
     from llguidance import hf
 
-    key = hashlib.sha256(f"{size} {ends} {tokenizer.backend_tokenizer.to_str()}".encode()).digest()
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        raise ValueError(f"grammars need a fast tokenizer (tokenizer.json), and this is a {type(tokenizer).__name__}")
+    key = hashlib.sha256(f"{size} {ends} {tokenizer.eos_token_id} {backend.to_str()}".encode()).digest()
     with _vocabularies_lock:
         vocabulary = _vocabularies.pop(key, None)
         if vocabulary is None:

@@ -187,9 +187,11 @@ class Shapes:
                     arguments = leaves, states, live, seen, changed, live, rows
                     yield programs.decode.call(self.structure, kind, steps, *arguments)
                     return
-                arguments = leaves, states, live, changed, live, rows._replace(masks=None, adjustments=None)
-                yield programs.logits.call(self.structure, *arguments)
+                yield programs.logits.call(
+                    self.structure, leaves, states, live, changed, live, rows.delta, rows.adapter
+                )
                 logits = self._placed(device.logits_shape(self.structure, self.arrays, count))
+                rows = rows._replace(delta=None, adapter=None)
                 yield programs.choose.call(self.structure, kind, logits, live, seen, rows)
 
     def _rows_of(self, size: Decode) -> device.Rows:

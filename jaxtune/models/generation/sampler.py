@@ -909,7 +909,7 @@ class Sampler:
         effect in it.
         """
         size = self._of_round(1 if self._joined() else self._steps, False)
-        kind, seen, rows = size.kind, self._seen if size.kind.penalises else None, self._rows_of(size.kind)
+        kind, seen, rows = size.kind, self._seen_of(size.kind), self._rows_of(size.kind)
         arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
         if size not in self._decoding:
             self._decoding[size] = self._programs.decode.program(self._structure, kind, size.steps, *arguments)
@@ -924,15 +924,14 @@ class Sampler:
                 break
             size = self._of_round(1, True)
             kind, rows = size.kind, self._rows_of(size.kind)
-            without = rows._replace(adjustments=None)
-            arguments = self._leaves, self._states, self._live, *self._changes(), without
+            arguments = self._leaves, self._states, self._live, *self._changes(), rows.delta, rows.adapter
             if size.capacity not in self._decoding:
                 self._decoding[size.capacity] = self._programs.logits.program(self._structure, *arguments)
             self._states, self._live, logits = self._decoding[size.capacity](*arguments)
             while self._rounds:
                 self._read_round()
-            rows = rows._replace(masks=self._masks())
-            seen = self._seen if kind.penalises else None
+            rows = rows._replace(masks=self._masks(), delta=None, adapter=None)
+            seen = self._seen_of(kind)
             if size not in self._decoding:
                 program = self._programs.choose.program(self._structure, kind, logits, self._live, seen, rows)
                 self._decoding[size] = program
@@ -941,6 +940,11 @@ class Sampler:
             self._dispatched(emitted, 1)
         while self._rounds:
             self._read_round()
+
+    def _seen_of(self, kind: Kind) -> jax.Array | None:
+        if kind.penalises and self._seen is None:
+            self._seen = self._empty_seen()
+        return self._seen if kind.penalises else None
 
     def _rows_of(self, kind: Kind) -> device.Rows:
         """Of a round's rows, what the device has not yet is sent."""

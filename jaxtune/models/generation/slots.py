@@ -382,7 +382,7 @@ def _decode(
       changed, new_live: bool[N], slots in which the host started or ended a row; their `live`.
     """
     live = _changed(live, changed, new_live)
-    forward = _forward_of_step(batch_invariant, structure, leaves, rows, len(live.token))
+    forward = _forward_of_step(batch_invariant, structure, leaves, rows.delta, rows.adapter, len(live.token))
     order = jnp.arange(steps, dtype=jnp.int32)
     uniform = _uniform(rows, live.length, steps) if kind.draws else None
 
@@ -408,11 +408,13 @@ def _decode(
 
 
 def _logits(
-    batch_invariant: bool, structure: Structure, leaves, states, live: Live, changed, new_live: Live, rows: Rows
+    batch_invariant: bool, structure: Structure, leaves, states, live: Live, changed, new_live: Live, delta, adapter
 ) -> tuple[States, Live, jax.Array]:
-    """The first half of a step of `_decode`, whose second is `_choose`: (states, live, logits [N, V or more])."""
+    """The first half of a step of `_decode`, whose second is `_choose`: (states, live, logits [N, V or more]). delta,
+    adapter: as Rows has them.
+    """
     live = _changed(live, changed, new_live)
-    forward = _forward_of_step(batch_invariant, structure, leaves, rows, len(live.token))
+    forward = _forward_of_step(batch_invariant, structure, leaves, delta, adapter, len(live.token))
     with jax.named_scope("decode"):
         logits, states = forward(states, live, _position(live))
     return states, live, logits
@@ -437,15 +439,15 @@ def _changed(live: Live, changed, new_live: Live) -> Live:
 
 
 def _forward_of_step(
-    batch_invariant: bool, structure: Structure, leaves, rows: Rows, slots: int
+    batch_invariant: bool, structure: Structure, leaves, delta, adapter, slots: int
 ) -> Callable[[States, Live, jax.Array], tuple[jax.Array, States]]:
     """(states, live, positions int32[N]) -> (logits [N, V or more] of the next tokens, states)."""
     model = _with_head_of_step(structure.model(leaves), slots)
-    choose_adapters(model, None if rows.adapter is None else jnp.asarray(rows.adapter)[:, None])
+    choose_adapters(model, None if adapter is None else jnp.asarray(adapter)[:, None])
     splits = split_layers(model)
 
     def forward(states, live, positions):
-        index = jnp.maximum(positions, 0) if rows.delta is None else jnp.maximum(positions, 0) + rows.delta
+        index = jnp.maximum(positions, 0) if delta is None else jnp.maximum(positions, 0) + delta
         tables = rotary_tables(model.config, index[:, None], jnp.maximum(live.length, 1)[:, None])
         new, real = live.token[:, None], live.active
         hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)

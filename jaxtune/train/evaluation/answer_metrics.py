@@ -5,7 +5,7 @@ numbers depend only on the seed and the row's index, so all evaluations of a run
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jaxtune.conversations.pictures import TAG
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.prefixes import worthwhile_bytes
-from jaxtune.models.generation.requests import PromptPictures
+from jaxtune.models.generation.requests import Constraint, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.system.sealed import crc32
 from jaxtune.train.config import DataConfig, EvaluationConfig
@@ -25,7 +25,7 @@ from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.sampled.answering import Prompt
-from jaxtune.train.sampled.prompts import completions_of, read_prompts
+from jaxtune.train.sampled.prompts import completions_of, constraint_of, read_prompts
 from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, Turns, text_of
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
@@ -106,6 +106,9 @@ class AnswerMetrics:
     processor: PictureProcessor | None = None
     """Of questions' pictures; None: they have none."""
 
+    constraint: Callable[[int, Prompt], Constraint] | None = None
+    """(the model's vocabulary, a question) -> which tokens its answer may have; None: any."""
+
     @property
     def identity(self) -> str:
         """8 hex digits of the questions' tokens, pictures and other columns."""
@@ -143,6 +146,9 @@ class AnswerMetrics:
                     PromptPictures.of(picture_arrays(len(prompt.ids), prompt.pictures, self.processor))
                     for prompt in self.prompts
                 ],
+                constraints=None
+                if self.constraint is None
+                else [self.constraint(model.config.vocab_size, prompt) for prompt in self.prompts],
             )
         )
         del sampler  # frees its caches before the functions run
@@ -218,6 +224,8 @@ def answer_metrics(
     else:
         functions = dataclasses.replace(rewards, errors="skip")
     most = model.config.context_length - settings.max_new_tokens
+    ends, completions = ends_of(model, tokenizer), completions_of(tokenizer, data.trained_template)
+    grammar = (objective.regex, objective.json_schema) if are_rewards else (None, None)
     data = dataclasses.replace(data, max_rows=settings.generate_rows)
     room_words = "evaluation.max_new_tokens the model's positions leave"
     return AnswerMetrics(
@@ -225,14 +233,15 @@ def answer_metrics(
         functions,
         settings.max_new_tokens,
         settings.temperature,
-        ends_of(model, tokenizer),
-        completions_of(tokenizer, data.trained_template),
+        ends,
+        completions,
         seed,
         settings.sample_rows,
         _MOST_SLOTS,
         deterministic,
         are_rewards,
         processor=None if pictures is None else pictures.processor,
+        constraint=constraint_of(*grammar, tokenizer, ends, completions),
     )
 
 

@@ -62,7 +62,7 @@ class Prompt:
         documents.write(batch, 0, 0, 0, len(self.ids), row)
         row.wait()
         pictures = Pictures(**jax.tree.map(np.asarray, batch.pictures))
-        return PromptPictures(pictures, batch.positions[0].reshape(len(self.ids), -1))
+        return PromptPictures(pictures, batch.positions[0])
 
 
 @dataclasses.dataclass

@@ -282,7 +282,7 @@ def _answering(
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     completions = completions_of(tokenizer, data.trained_template)
     processor = None if pictures is None else pictures.processor
-    constraint = _constraint(settings, tokenizer, ends, completions)
+    constraint = constraint_of(settings.regex, settings.json_schema, tokenizer, ends, completions)
     sampling = Sampling(
         settings, tuple(sorted(set(ends))), completions.decode, None, completions, processor, constraint
     )
@@ -307,17 +307,21 @@ def _answering(
     return ToolTurns(sampling, tools, form, with_tools, length, user_functions.most_iterations)
 
 
-def _constraint(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], completions: Completions
+def constraint_of(
+    regex: str | None,
+    json_schema: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    completions: Completions,
 ) -> Callable[[int, Prompt], Constraint] | None:
-    """Sampling.constraint. ConfigError for a grammar that is not followed."""
-    if settings.regex is None and settings.json_schema is None:
+    """Sampling.constraint of the objective's keys. ConfigError for a grammar that is not followed."""
+    if regex is None and json_schema is None:
         return None
     try:
-        grammar = grammar_of(settings.json_schema, settings.regex)
+        grammar = grammar_of(json_schema, regex)
     except ValueError as error:
-        key = "regex" if settings.json_schema is None else "json_schema"
-        raise ConfigError(f"objective.{key} = {getattr(settings, key)!r}: {error}") from None
+        key, value = ("regex", regex) if json_schema is None else ("json_schema", json_schema)
+        raise ConfigError(f"objective.{key} = {value!r}: {error}") from None
     assert grammar is not None
     compiled = functools.cache(lambda vocab_size: Grammars(tokenizer, list(ends), vocab_size))
 
