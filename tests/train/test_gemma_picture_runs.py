@@ -78,3 +78,15 @@ def test_a_run_learns_packed_rows_with_pictures(tmp_path, changes, capsys):
     assert changed - tower
     assert bool(tower) == ("model" in changes)
     assert not any(key.endswith(("_min", "_max", "std_bias", "std_scale")) for key in changed)
+
+
+def test_rewards_of_answers_to_pictures(tmp_path):
+    """Sampler and trainer give answers the same probabilities."""
+    prompts = write_rows(tmp_path / "prompts", 6, text=2, form="prompts")
+    (tmp_path / "rewards.py").write_text(
+        "def odd(completions, **_):\n    return [len(str(c)) % 2 for c in completions]\n"
+    )
+    objective = {"name": "grpo", "reward_funcs": [f"{tmp_path}/rewards.py:odd"], "max_completion_length": 6}
+    changes = dict(objective={**objective, "num_generations": 2}, data={"train": str(prompts)}, adapter={"r": 2})
+    _, run = run_of(tmp_path, **changes, steps=2, rows_per_step=4)
+    assert max(losses(run, "sampling/sampling_logp_difference/max")) < 2e-4
