@@ -15,12 +15,12 @@ import numpy as np
 
 from jaxtune.conversations.answers import SPACES, AnswerReader
 from jaxtune.conversations.tokenizing import Tokenizer
-from jaxtune.models.decoder import Decoder
-from jaxtune.models.ends import end_token_ids
 from jaxtune.system.extras import install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from jaxtune.models.decoder import Decoder
 
 _MOST_BYTES = 256 * 1024  # of a grammar
 # Of a processor, that a row may take: other rows wait meanwhile. Few grammars take a millisecond for a token.
@@ -130,6 +130,8 @@ class Grammars:
     @classmethod
     def of(cls, model: Decoder, tokenizer: Tokenizer) -> Self:
         """Whose texts end as the model's files say."""
+        from jaxtune.models.ends import end_token_ids  # readers of requests import no JAX
+
         return cls(tokenizer, end_token_ids(model), model.config.vocab_size)
 
     def after_thoughts(self, grammar: str, prompt_ids: Sequence[int], reader: AnswerReader) -> GrammarConstraint:
