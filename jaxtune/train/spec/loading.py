@@ -36,7 +36,7 @@ from jaxtune.train.objectives.teachers import (
 )
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.devices import Device, find_device, limit
-from jaxtune.train.planning.host_room import pinnable_bytes, pinned_refusal
+from jaxtune.train.planning.host_room import HostError, pinnable_bytes
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import layers_on_host, left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
@@ -129,7 +129,7 @@ def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[
     room for if weights take most of the device's memory, from where a plan moves some back. stay: names of tensors in
     other host memory.
 
-    ValueError if the host has no room for memory.plan's.
+    HostError if the host has no room for memory.plan's.
     """
     on_device, layers = float(pretrained.device_bytes(None, stay)), pretrained.config.num_layers
     here = _device()
@@ -146,7 +146,7 @@ def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[
     level = next(level for level in range(asked, -1, -1) if pinned(level) <= room)
     if memory.plan is not None and level < asked:
         fix = f"streamed={level} or less, or a host with more memory" if level else "a host with more memory"
-        raise ValueError(pinned_refusal(memory.plan, pinned(asked), room, here, fix))
+        raise HostError.of(memory.plan, pinned(asked), room, here, fix)
     return level
 
 
