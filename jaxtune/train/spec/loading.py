@@ -99,7 +99,9 @@ def loading(
     generates = objective.samples or bool(config.evaluation.asking)
     tied = pretrained.config.tie_embeddings and objective.head.is_text
     stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-    able = streams and alone and config.qat is None and not generates and (config.adapter is not None or not trains)
+    # A base that is the reference must not become the model that is scored.
+    adaptable = config.adapter is not None or not (trains or objective.reference_is_base)
+    able = streams and alone and config.qat is None and not generates and adaptable
     level = streamed_level(config.memory, pretrained, stay) if able else 0
     if level and config.adapter is None:  # an untrained one changes nothing, and all else is frozen
         changes = objective.head, model_config, AdapterConfig(r=1), config.seed
