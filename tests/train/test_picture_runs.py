@@ -442,7 +442,7 @@ REFUSED = {
     "objective": (dict(objective="reward"), "objective = reward: not supported yet in a run with pictures"),
     "sampled from the student": (
         dict(objective={"name": "distill", "teacher": "base"}, adapter={"r": 2}),
-        "objective.on_policy = 1.0: not supported yet in a run with pictures",
+        "objective.on_policy = 1.0: not supported yet in a run with pictures; set objective.on_policy=0, or train on",
     ),
     "stored teacher": (
         dict(objective={"name": "distill", "teacher": "TEACHER", "on_policy": 0.0, "teacher_top_k": 4}),
