@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +145,23 @@ def test_a_forward_pass_streams_where_the_weights_do_not_fit(memory, host):
     assert [f"weights of {level} layers stream" in line for line in lines] == [True, False][: 2 * bool(level)]
     least = ForwardPlanner(model_8b(), planner_spec("recompute; streamed=5"), device).plan
     assert least.level("streamed") == 5
+
+
+@given(st.floats(5e9, 40e9), st.floats(1e8, 1e12))
+@settings(max_examples=8)
+def test_a_smaller_forward_pass_has_the_weights_where_they_lie(memory, need):
+    device = dataclasses.replace(H200, memory_bytes=memory)
+    planner = ForwardPlanner(model_8b(), StepSpec.of(dataclasses.replace(CONFIG, micro_batches=None)), device)
+
+    class Program:
+        def memory_analysis(self):
+            return types.SimpleNamespace(temp_size_in_bytes=need)
+
+    moved, plans = planner.plan.moved, [planner.plan]
+    while planner.smaller(Program()):
+        assert planner.plan.moved == moved and planner.plan not in plans
+        plans.append(planner.plan)
+    assert need <= planner._room(planner.plan) or planner.plan.micro_batches == CONFIG.rows_per_step
 
 
 def planner_spec(plan: str) -> StepSpec:
