@@ -217,7 +217,9 @@ def evaluate(
         held_out = config.data.eval
         data, evaluation = replace(config.data, eval=None, eval_rows=eval_rows), config.evaluation
         of_run = replace(config, data=data, evaluation=replace(evaluation, exact_match_rows=0))  # asked below
-    with loading(config, trains=False) as (_, tokenizer, model):
+    # Weights stream under an adapter, with which a checkpoint of a model that trains whole is another run's.
+    streams = scored.checkpoints is None or config.adapter is not None
+    with loading(config, trains=False, streams=streams) as (_, tokenizer, model):
         trainer = Trainer(model, tokenizer, of_run, eval_rows=held_out, keeps_model=False, trains=False)
     for line in trainer.stream_lines():
         console.print(fitted(line, console), markup=False, highlight=False)

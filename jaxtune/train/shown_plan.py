@@ -160,7 +160,7 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
     if planner.device.name != "cpu":  # the speed of a CPU is not known
         price = trainer.config.plan.dollars_per_hour
         console.print(plan_text.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.shape.devices))
-    for line in [*trainer.memory_notes(), *trainer.disk_notes()]:
+    for line in [*trainer.memory_notes(), *trainer.pass_notes(), *trainer.disk_notes()]:
         show(line)
     need = planner.compiled_bytes(programs.accumulate, programs.update)
     return plan_text.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)

@@ -371,6 +371,8 @@ class Trainer:
             line |= self.engine.connect(progress.print)
             with phase("load" if resumed is None else "resume", "a smaller model, or model.load_in=nf4"):
                 state, sums, frozen = self.model.begin(self.engine, resumed)
+            for pass_note in self.pass_notes():  # before the first of them
+                progress.print(pass_note)
             sets = (self.train_data, self.eval_data)
             self.fill_references(sets, state.trainable, frozen, progress.print, bool(start))
             write_config(self.output, config_to_dict(self.config))
@@ -423,12 +425,16 @@ class Trainer:
             model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.step.needs.rows_before
         )
         phases = [*self.stored.phases(self.engine), *phases]
-        lines = phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
+        return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
+
+    def pass_notes(self) -> list[str]:
+        """The time of passes over rows that lack references, and held-out ones, whose weights stream; else []."""
+        planner = self.planner
         rows = {
             "the reference's": sum(len(pairs) for pairs in self._pairs if references.unwritten([pairs], None)),
             "an evaluation's": 0 if self.eval_batches is None else self.eval_batches.steps_per_epoch * self.engine.rows,
         }
-        return lines + plan_text.pass_lines(planner.plan, planner.cost, planner.device, rows)
+        return plan_text.pass_lines(planner.plan, planner.cost, planner.device, rows)
 
     @property
     def _pairs(self) -> list[PackedPairs]:

@@ -29,6 +29,7 @@ from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.record import OF_PICTURES, digest, is_digest_of, same_run
 from jaxtune.train.folder.results import require_own, write_result
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.planning import plan_text
 from jaxtune.train.references import references
 from jaxtune.train.trainer import Trainer
 from tests.models.test_digests import flip_an_unsampled_bit, say
@@ -59,6 +60,18 @@ def dpo(base: Path, output: Path, **settings) -> Trainer:
     )
     data = dataclasses.replace(config.data, length=24, cache_dir=str(output.parent / "cache"))
     return Trainer(adapted(base), None, dataclasses.replace(config, data=data, **settings), pair_rows())
+
+
+def test_how_long_the_reference_takes_is_said_before_it_is_computed(base, tmp_path, monkeypatch):
+    said: list[int] = []
+
+    def pass_lines(plan, costs, device, rows):
+        said.append(rows["the reference's"])
+        return []
+
+    monkeypatch.setattr(plan_text, "pass_lines", pass_lines)
+    dpo(base, tmp_path / "run").train()
+    assert len(said) == 1 and said[0] > 0
 
 
 # ---- a run

@@ -41,6 +41,7 @@ from jaxtune.train.config import (
     MemoryConfig,
     MetricsConfig,
     ModelConfig,
+    ObjectiveConfig,
     QatConfig,
 )
 from jaxtune.train.data.rendering.packaged import PACKAGED
@@ -331,6 +332,14 @@ def test_layers_are_loaded_into_host_memory_as_far_as_there_is_room(tmp_path):
         ({"trains": False}, {}, 1),
         ({"trains": False}, {"adapter": None}, 1),  # an evaluation, which freezes the model
         ({"trains": False, "streams": False}, {"adapter": None}, 0),
+        ({"trains": False}, {"objective": ObjectiveConfig("dpo")}, 1),
+        ({"trains": False}, {"adapter": None, "objective": ObjectiveConfig("dpo")}, 0),  # its base is the reference
+        ({"trains": False}, {"adapter": None, "objective": ObjectiveConfig("kto")}, 0),
+        (
+            {"trains": False},
+            {"adapter": None, "objective": ObjectiveConfig("distill", teacher="base", on_policy=0.0)},
+            0,
+        ),
         ({}, {"adapter": None}, 0),
         ({}, {"qat": QatConfig("int8")}, 0),
         ({"trains": False}, {"evaluation": EvaluationConfig(exact_match_rows=2)}, 0),

@@ -45,7 +45,7 @@ from jaxtune.train.planning.cost import step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast
 from jaxtune.train.planning.forward import forward_bytes
-from jaxtune.train.planning.host_room import beside_moved
+from jaxtune.train.planning.host_room import HostError, beside_moved
 from jaxtune.train.planning.layer_forecasts import layer_forecast
 from jaxtune.train.planning.movables import residuals
 from jaxtune.train.planning.movables.residuals import best_layers, layer_plans
@@ -509,6 +509,17 @@ def test_the_longest_row_fits_and_the_next_does_not(parts_8b):
     choose(parts_8b.reshaped(rows=1, length=longest), StepSpec.of(one), H200, 24e9)
     with pytest.raises(PlanError):
         choose(parts_8b.reshaped(rows=1, length=longest + 1024), StepSpec.of(one), H200, 24e9)
+
+
+def test_the_longest_row_fits_the_host_too(parts_8b):
+    """A fixed plan that offloads reaches the end of the host's memory before that of the device's."""
+    card, config = find_device("RTX 4090"), config_8b(memory=MemoryConfig(plan="offload"))
+    longest = fitting.longest_row(parts_8b, StepSpec.of(config), card, 1e12, step=4096)
+    one = config_8b(memory=config.memory, rows_per_step=1, micro_batches=1)
+    fitting_row = choose(parts_8b.reshaped(rows=1, length=longest), StepSpec.of(one), card, 1e12)
+    assert 0 < fitting_row.host_bytes <= card.host_bytes
+    with pytest.raises(HostError, match="plan.host_gb"):
+        choose(parts_8b.reshaped(rows=1, length=longest + 4096), StepSpec.of(one), card, 1e12)
 
 
 @pytest.mark.full

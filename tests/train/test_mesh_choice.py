@@ -28,6 +28,7 @@ from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.planning import devices, meshes
 from jaxtune.train.planning.cost import abstract_model, step_cost
+from jaxtune.train.planning.host_room import HostError
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec import checks
 
@@ -41,7 +42,8 @@ def chosen(hf, device, count, objective=None, **settings):
     config = TrainConfig(
         model=ModelConfig(path="x"), data=DataConfig(train="x", length=512), steps=1, output="x", **settings
     )
-    model, device = abstract_model(config_from_hf(hf), StepSpec.of(config).model), devices.find_device(device)
+    model = abstract_model(config_from_hf(hf), StepSpec.of(config).model)
+    device = devices.find_device(device) if isinstance(device, str) else device
     spec = StepSpec.of(config, objective)
 
     def cost_on(mesh):
@@ -60,6 +62,17 @@ def test_what_does_not_fit_one_device_is_divided():
     mesh, why = chosen(LARGE, "RTX 4090", 4)
     assert mesh.fsdp > 1 and mesh.data * mesh.fsdp == 4
     assert "data=4 fsdp=1 needs " in why
+
+
+def test_a_mesh_without_host_memory_for_the_plan_is_left_out():
+    """Each host has a copy of its share of the state for a save, which mesh.fsdp divides."""
+    card, settings = devices.find_device("H200"), {"memory": MemoryConfig(plan="offload")}
+    hosts = [dataclasses.replace(card, host_memory_bytes=gb * 1e9, host_bytes=0.7e9 * gb) for gb in (40, 22, 10)]
+    assert "data=2 fsdp=1 " in (why := chosen(LARGE, hosts[0], 2, **settings)[1]) and "lacks" not in why
+    mesh, why = chosen(LARGE, hosts[1], 2, **settings)
+    assert mesh == MeshConfig(1, 2) and "data=2 fsdp=1 lacks host memory for memory.plan" in why
+    with pytest.raises(HostError, match="'offload' pins .*; set plan.host_gb if yours has more"):
+        chosen(LARGE, hosts[2], 2, **settings)
 
 
 def test_devices_that_cannot_share_the_rows_are_left_out():

@@ -320,6 +320,25 @@ def test_the_plan_of_a_teacher_with_a_tower(tmp_path, places):
     assert seconds > forecast(blind, plan, card).device_seconds
 
 
+def test_the_plan_of_a_divided_teacher(tmp_path, places):
+    """Its weights, and its tower's, are whole where their layer runs."""
+    objective = {"name": "distill", "teacher": str(places["model"]), "on_policy": 0.0}
+    settings = dict(data={"patches_per_row": 64, "length": 128}, adapter={"r": 2}, micro_batches=1, rows_per_step=8)
+    config = load_config(str(recipe(tmp_path, places, objective=objective, **settings)))
+    with loading(config, trains=False) as (_, _, student):
+        spec = StepSpec.of(dataclasses.replace(config, mesh=MeshConfig(1, 8)), tower=student.vision.config)
+    costs, plan = step_cost(student, spec), StepPlan(ResidualPlan.uniform(KEEP, 2), 1, 1)
+
+    def large(parts):
+        return dataclasses.replace(parts, divided=dataclasses.replace(parts.divided, layer_bytes=1e12))
+
+    teacher = costs.teacher
+    of_tower = dataclasses.replace(teacher, tower=dataclasses.replace(teacher.tower, parts=large(teacher.tower.parts)))
+    for changed, name in ((large(teacher), "the teacher"), (of_tower, "the teacher's tower")):
+        parts = forecast(dataclasses.replace(costs, teacher=changed), plan, find_device("H100")).parts
+        assert f"the forward of {name}" in parts and parts["gathered weights"] > 1e12
+
+
 def test_the_plan_of_a_divided_tower(tmp_path, places):
     """Weights that devices divide are whole where their layer runs, and their gradients until they are summed."""
     settings = dict(data={"patches_per_row": 64, "length": 128}, model={"tower": "all"}, micro_batches=1)
@@ -442,7 +461,7 @@ REFUSED = {
     "objective": (dict(objective="reward"), "objective = reward: not supported yet in a run with pictures"),
     "sampled from the student": (
         dict(objective={"name": "distill", "teacher": "base"}, adapter={"r": 2}),
-        "objective.on_policy = 1.0: not supported yet in a run with pictures",
+        "objective.on_policy = 1.0: not supported yet in a run with pictures; set objective.on_policy=0, or train on",
     ),
     "stored teacher": (
         dict(objective={"name": "distill", "teacher": "TEACHER", "on_policy": 0.0, "teacher_top_k": 4}),

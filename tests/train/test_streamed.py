@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -73,6 +74,19 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
         written = capsys.readouterr()
         assert json.loads(written.out)["eval_loss"] == pytest.approx(last, abs=1e-3)
         assert PINNED in kinds[-1] and "weights of 3 layers stream from the host" in written.err
+
+
+def test_a_checkpoint_of_a_whole_model_is_scored_without_streaming(folder, monkeypatch, capsys):
+    """An adapter, under which weights stream, makes it another run's."""
+    run = train(folder, "whole", "recompute", "adapter=null", "model.load_in=null", "checkpoint.every_steps=2")
+    shutil.rmtree(run / "merged")
+    last = json.loads((run / "results.json").read_text())["eval_loss"]["last"]
+    monkeypatch.setattr(loading, "streamed_level", lambda *_: 3)
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run / "config.yaml")]) == 0
+    written = capsys.readouterr()
+    assert json.loads(written.out)["eval_loss"] == pytest.approx(last, abs=1e-3)
+    assert "checkpoint of step" in written.err and "stream from the host" not in written.err
 
 
 def test_a_run_that_samples_or_rounds_does_not_stream(folder, capsys):

@@ -150,10 +150,10 @@ class Distill(SFT):
         return self.teacher_top_k is not None or self.teacher_logprobs is not None
 
     @property
-    def without_pictures(self) -> str | None:
+    def without_pictures(self) -> tuple[str, str] | None:
         if self.samples:
-            return f"objective.on_policy = {self.on_policy}"
-        return None if (column := self.needs_rows_before) is None else column.key
+            return f"objective.on_policy = {self.on_policy}", "set objective.on_policy=0"
+        return None if (column := self.needs_rows_before) is None else (column.key, "leave it out")
 
     @property
     def reference_runs(self) -> int:

@@ -81,8 +81,10 @@ class Declared(Protocol):
     """Whether a row's loss depends on the others of its micro-batch."""
 
     @property
-    def without_pictures(self) -> str | None:
-        """A setting with which its rows have none although it reads them, such as "objective.on_policy = 1.0"."""
+    def without_pictures(self) -> tuple[str, str] | None:
+        """(A setting with which its rows have none although it reads them, what to do instead), such as
+        ("objective.on_policy = 1.0", "set objective.on_policy=0").
+        """
         return None
 
     @property

@@ -16,7 +16,7 @@ from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, ResidualPl
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast, forecast, head_forecast
-from jaxtune.train.planning.host_room import beside_moved, lacking_pinned, pinned_refusal, places
+from jaxtune.train.planning.host_room import HostError, beside_moved, lacking_pinned, places
 from jaxtune.train.planning.layer_forecasts import LayerForecast, bytes_with_gaps
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.movables.movable import Movable
@@ -60,7 +60,8 @@ def choose(
       alike_bytes: device memory for plans that run like these (`_runs`).
       costs: of a step on one device.
 
-    PlanError if nothing else fits; ValueError if a movable refuses, or memory.plan is not for this model or its host.
+    PlanError if nothing else fits; HostError if the host has no room for memory.plan; ValueError if a movable refuses,
+    or memory.plan is not for this model.
     """
     for movable in costs.movables.values():
         if (refusal := movable.refusal(costs, device)) is not None:
@@ -113,13 +114,13 @@ def choose(
 
 
 def _on_host(costs: StepCost, candidates: Sequence[Forecast], text: str, device: Device) -> list[Forecast]:
-    """Those of memory.plan for which the host has room; ValueError if there are none."""
+    """Those of memory.plan for which the host has room; HostError if there are none."""
     rooms = [lacking_pinned(costs, each.plan, each.host_bytes, device) for each in candidates]
     if None in rooms:
         return [each for each, room in zip(candidates, rooms, strict=True) if room is None]
     least = min(range(len(rooms)), key=lambda index: candidates[index].host_bytes)
     fix = "have fewer layers streamed, or less offload, more micro_batches, or a host with more memory"
-    raise ValueError(pinned_refusal(text, candidates[least].host_bytes, rooms[least] or 0.0, device, fix))
+    raise HostError.of(text, candidates[least].host_bytes, rooms[least] or 0.0, device, fix)
 
 
 def _candidates(

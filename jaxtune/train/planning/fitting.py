@@ -22,7 +22,7 @@ from jaxtune.train.planning.choice import (
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import Device, card_gb
 from jaxtune.train.planning.forecasts import forecast, head_forecast
-from jaxtune.train.planning.host_room import beside_moved, places
+from jaxtune.train.planning.host_room import HostError, beside_moved, places
 from jaxtune.train.planning.layer_forecasts import bytes_with_gaps, layer_forecasts
 from jaxtune.train.planning.movables.residuals import layer_plans
 from jaxtune.train.planning.plan import StepPlan
@@ -141,7 +141,7 @@ def longest_row(costs: StepCost, spec: StepSpec, device: Device, budget_bytes: f
                 return True in sure
         try:
             choose(row, row_spec, device, budget_bytes, CHUNK_LOGITS[-1:])  # the fewest logits at a time
-        except PlanError:
+        except (PlanError, HostError):
             return False
         return True
 

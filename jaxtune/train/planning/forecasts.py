@@ -183,13 +183,13 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         ("the forward of a layer", kept_bytes, last.hosted + last.work_forward + leaving, gathered[1], reused_bytes),
     ]
     if costs.teacher:
-        moments.append(
-            ("the forward of the teacher", kept_bytes, last.hosted + reference[1], gathered[1], reused_bytes)
-        )
-    tower = tower_forecast(costs, micro, device)
-    teachers = TowerForecast() if costs.teacher is None else tower_forecast(costs.teacher, micro, device)
-    if teachers.forward:
-        moments.append(("the forward of the teacher's tower", kept_bytes, teachers.forward, 0.0, 0.0))
+        of_teacher = last.hosted + reference[1], costs.teacher.gathered_bytes[1]
+        moments.append(("the forward of the teacher", kept_bytes, *of_teacher, reused_bytes))
+    tower, teachers = tower_forecast(costs, micro, device), TowerForecast()
+    if costs.teacher and costs.teacher.tower:
+        teachers = tower_forecast(costs.teacher, micro, device)
+        of_tower = costs.teacher.tower.parts.gathered_bytes
+        moments.append(("the forward of the teacher's tower", kept_bytes, teachers.forward, of_tower[1], 0.0))
     if costs.tower:
         again = costs.tower.trains and costs.reference_runs and not costs.teacher  # beside all residuals
         of_tower = costs.tower.parts.gathered_bytes

@@ -127,7 +127,8 @@ class ForwardPlanner:
     def smaller(self, program: Any) -> bool:
         """Takes a smaller plan if `program` (jax.stages.Compiled) needs more than there is, as if other forecasts were
         as wrong; returns whether it did, so that it must be compiled. False also if the need is unknown or no plan is
-        smaller. Every process must call: the largest need decides.
+        smaller whose weights lie where the plan's do, as they are placed by now. Every process must call: the largest
+        need decides.
         """
         analysis = program.memory_analysis()
         if self.budget_bytes is None or analysis is None:
@@ -136,7 +137,7 @@ class ForwardPlanner:
         if need <= self._room(self.plan):
             return False
         worse = max(need / self.working_bytes(self.plan), 1.0)
-        later = self._plans[self._plans.index(self.plan) + 1 :]
+        later = [plan for plan in self._plans[self._plans.index(self.plan) + 1 :] if plan.moved == self.plan.moved]
         if not later:
             return False
         self.plan = next((plan for plan in later if self._fits(plan, worse)), later[-1])

@@ -67,12 +67,17 @@ def lacking_pinned(costs: StepCost, plan: StepPlan, pinned_bytes: float, device:
     return room
 
 
-def pinned_refusal(plan: str, pinned_bytes: float, room_bytes: float, device: Device, fix: str) -> str:
-    """An error's words on a plan that pins more than there is room for."""
-    return (
-        f"memory.plan = {plan!r} pins {pinned_bytes / 1e9:.1f} GB of host memory, of which this device may pin "
-        f"{room_bytes / 1e9:.1f} GB of {device.host_memory_bytes / 1e9:.1f} GB: {fix}"
-    )
+class HostError(ValueError):
+    """memory.plan pins more host memory than there is room for."""
+
+    @classmethod
+    def of(cls, plan: str, pinned_bytes: float, room_bytes: float, device: Device, fix: str) -> HostError:
+        elsewhere = device.usual_host_bytes is not None
+        return cls(
+            f"memory.plan = {plan!r} pins {pinned_bytes / 1e9:.1f} GB of host memory, of which this device may pin "
+            f"{room_bytes / 1e9:.1f} GB of {device.host_memory_bytes / 1e9:.1f} GB: {fix}"
+            f"{'; set plan.host_gb if yours has more' if elsewhere else ''}"
+        )
 
 
 def beside_moved(costs: StepCost, device: Device) -> Device:

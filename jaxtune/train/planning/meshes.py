@@ -15,6 +15,7 @@ from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
+from jaxtune.train.planning.host_room import HostError
 from jaxtune.train.planning.step_spec import StepSpec
 
 # Two meshes are equally fast if their forecasts differ by less than this ratio: forecasts of speed are 0.92 to 1.04 of
@@ -67,7 +68,7 @@ def choose_mesh(
 
     Of meshes too close to tell apart, the one that divides weights least wins, and within one host if any fits:
     division between hosts is unmeasured. If nothing fits, the mesh that needs least is returned, and the planner then
-    raises. ValueError as `mesh_of`.
+    raises. HostError if every mesh lacks host memory for memory.plan; ValueError as `mesh_of`.
 
       cost_on: costs of a step on a mesh.
       on_one_host: devices of one host; None: all.
@@ -84,11 +85,16 @@ def choose_mesh(
     ]
     forecasts: dict[MeshConfig, Forecast] = {}
     errors: dict[MeshConfig, PlanError] = {}
+    refused: dict[MeshConfig, HostError] = {}
     for mesh in meshes:
         try:
             forecasts[mesh] = choose(cost_on(mesh), spec, device, budget_bytes)
         except PlanError as error:
             errors[mesh] = error
+        except HostError as error:
+            refused[mesh] = error
+    if len(refused) == len(meshes):
+        raise refused[meshes[-1]]
     if forecasts:
         near = count if on_one_host is None else on_one_host
         on_a_host = [mesh for mesh in forecasts if mesh.fsdp <= near] or list(forecasts)
@@ -101,6 +107,7 @@ def choose_mesh(
         words = [f"mesh: {_name(best)}"]
     words += [f"{_name(mesh)} {_figures(forecast)}" for mesh, forecast in forecasts.items() if mesh != best]
     words += [f"{_name(mesh)} needs {error.smallest.peak_bytes / 1e9:.1f} GB" for mesh, error in errors.items()]
+    words += [f"{_name(mesh)} lacks host memory for memory.plan" for mesh in refused]
     if used_devices < count:
         words.append(
             f"{count - used_devices} of {count} devices are left out: {rows} rows cannot be shared by them all"

@@ -36,7 +36,7 @@ from jaxtune.train.objectives.teachers import (
 )
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.devices import Device, find_device, limit
-from jaxtune.train.planning.host_room import pinnable_bytes, pinned_refusal
+from jaxtune.train.planning.host_room import HostError, pinnable_bytes
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.movables import layers_on_host, left_on_host
 from jaxtune.train.planning.step_spec import StepSpec
@@ -99,7 +99,9 @@ def loading(
     generates = objective.samples or bool(config.evaluation.asking)
     tied = pretrained.config.tie_embeddings and objective.head.is_text
     stay = left_on_host(config.adapter, generates, tied) if trains and mesh is None else []
-    able = streams and alone and config.qat is None and not generates and (config.adapter is not None or not trains)
+    # A base that is the reference must not become the model that is scored.
+    adaptable = config.adapter is not None or not (trains or objective.reference_is_base)
+    able = streams and alone and config.qat is None and not generates and adaptable
     level = streamed_level(config.memory, pretrained, stay) if able else 0
     if level and config.adapter is None:  # an untrained one changes nothing, and all else is frozen
         changes = objective.head, model_config, AdapterConfig(r=1), config.seed
@@ -129,7 +131,7 @@ def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[
     room for if weights take most of the device's memory, from where a plan moves some back. stay: names of tensors in
     other host memory.
 
-    ValueError if the host has no room for memory.plan's.
+    HostError if the host has no room for memory.plan's.
     """
     on_device, layers = float(pretrained.device_bytes(None, stay)), pretrained.config.num_layers
     here = _device()
@@ -146,7 +148,7 @@ def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[
     level = next(level for level in range(asked, -1, -1) if pinned(level) <= room)
     if memory.plan is not None and level < asked:
         fix = f"streamed={level} or less, or a host with more memory" if level else "a host with more memory"
-        raise ValueError(pinned_refusal(memory.plan, pinned(asked), room, here, fix))
+        raise HostError.of(memory.plan, pinned(asked), room, here, fix)
     return level
 
 

@@ -51,14 +51,16 @@ def reads_pictures(model: ModelConfig, data: DataConfig, refused: str | None) ->
 
 def refusal(objective: Objective, qat: QatConfig | None) -> str | None:
     """Why this run cannot have pictures, with what to change; None: it can."""
-    instead = "leave it out, or train on text alone (model.pictures=false, and rows without pictures)"
-    refused = {
-        f"objective = {objective.label}": not objective.reads_pictures,
-        str(objective.without_pictures): objective.without_pictures is not None,
-        f"qat.format = {qat and qat.format}": qat is not None and ROUNDINGS[qat.format].observed is not None,
-    }
-    key = next((key for key, holds in refused.items() if holds), None)
-    return None if key is None else f"{key}: not supported yet in a run with pictures; {instead}"
+    if not objective.reads_pictures:
+        key, instead = f"objective = {objective.label}", "leave it out"
+    elif objective.without_pictures is not None:
+        key, instead = objective.without_pictures
+    elif qat is not None and ROUNDINGS[qat.format].observed is not None:
+        key, instead = f"qat.format = {qat.format}", "leave it out"
+    else:
+        return None
+    alone = "train on text alone (model.pictures=false, and rows without pictures)"
+    return f"{key}: not supported yet in a run with pictures; {instead}, or {alone}"
 
 
 def _rows_have_pictures(data: DataConfig) -> bool:
