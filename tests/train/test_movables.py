@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import types
 
@@ -13,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtune.models.adapters.merge import merge_bytes
 from jaxtune.models.files.published import PUBLISHED
+from jaxtune.models.lora import matrices
 from jaxtune.models.placement.streams import PINNED, streamed_layers
 from jaxtune.models.registry import config_from_hf
-from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
+from jaxtune.models.stack.residual_plan import KEEP, PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -28,7 +31,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.folder.translations import section, translated
 from jaxtune.train.log.metrics import duration
-from jaxtune.train.planning import devices, movables
+from jaxtune.train.planning import devices, movables, phases
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
@@ -166,6 +169,22 @@ def test_a_smaller_forward_pass_has_the_weights_where_they_lie(memory, need):
 
 def planner_spec(plan: str) -> StepSpec:
     return StepSpec.of(dataclasses.replace(CONFIG, memory=MemoryConfig(plan=plan)))
+
+
+@pytest.mark.parametrize("adapters", [["down_proj"], ["q_proj"]])
+def test_a_merge_has_what_streams_on_the_device_too(adapters):
+    """A matrix beside its merge; one without an adapter is copied alone."""
+    config = dataclasses.replace(
+        CONFIG, adapter=AdapterConfig(target_modules=adapters), model=ModelConfig(path="shape")
+    )
+    model = abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), StepSpec.of(config).model)
+    stays, streams = (
+        merge_bytes(phases._streaming(model, StepPlan(ResidualPlan.uniform(KEEP, 32), 1, 1024, moved)))
+        for moved in ({}, {"streamed": 32})
+    )
+    assert stays == merge_bytes(model) and streams[1] == stays[1]
+    sizes = {name.split(".")[-1]: 2 * math.prod(matrix.sizes) for name, matrix in matrices(model)}
+    assert streams[0] == max(stays[0] + sizes[adapters[0]], sizes["down_proj"])
 
 
 def test_a_host_without_room_or_link_gets_none():

@@ -27,7 +27,7 @@ from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Frozen, Linear, NeverTrained, merged_weight, trained
 from jaxtune.models.lora import copy_structure, has_adapter, matrices, stop_rounding
 from jaxtune.models.observed_inputs import recorded
-from jaxtune.models.placement.streams import declared, is_on_host, on_device
+from jaxtune.models.placement.streams import declared, is_on_host, memory_kinds, on_device, streamed_bytes
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.models.stack.stack_layers import UNTUNED
 from jaxtune.pallas import dispatch
@@ -318,8 +318,8 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
     """(bytes on the device, bytes in host memory) that writing the merged model (merged_weights) needs beyond the
-    model: those of the tensor which needs most, plus the embedding and head that are trained whole. Arrays may be
-    abstract. Without an adapter, quantised weights are decoded all the same.
+    model: those of the tensor which needs most, a copy of it if it streams, and the embedding and head that are trained
+    whole. Arrays may be abstract. Without an adapter, quantised weights are decoded all the same.
     """
     device = host = 0
     for _, matrix in matrices(model):
@@ -327,6 +327,7 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
         size = weight.size * (jnp.dtype(model.dtype) if isinstance(weight, Stored) else weight.dtype).itemsize
         # Experts are merged one at a time, into a tensor of all of them.
         wide = 4 * weight.size // max(matrix.num_experts, 1)
+        streams = any(kind is not None for kind in memory_kinds(matrix.weight))
         if matrix.lora is not None or isinstance(weight, Stored) or matrix.fake_quant is not None:
             decoded = size if isinstance(weight, Stored) else 0
             copies = 0 if matrix.lora is None else _WIDE_COPIES
@@ -334,7 +335,10 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
             # Of each output of a probe three numbers are in memory, and the probe itself.
             *_, outputs, inputs = matrix.sizes
             products = 0 if matrix.lora is None else 4 * _PROBES * (3 * outputs + inputs)
-            device = max(device, size + decoded + copies * wide + products)
+            arrived = int(streamed_bytes(matrix.weight)) if streams else 0
+            device = max(device, size + decoded + copies * wide + products + arrived)
+        elif streams:
+            device = max(device, size)
         host = max(host, size)
     for holder in (model.embedding, model.head):
         if holder is not None:

@@ -31,7 +31,9 @@ from jaxtune.train.objectives.objective import Column, ReferenceColumn
 from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
+from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.parts import ARRIVING, STATES, StepParts
+from jaxtune.train.planning.plan import StepPlan
 
 _LESS_SAVED = (
     "a smaller model or, where it is host memory that is short, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N in the "
@@ -182,7 +184,7 @@ def phases_of(
         phases.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
     adapted = has_adapter(model)
     if export.merged or (export.adapter and adapted):
-        merging, host = merge_bytes(model) if export.merged else (0, 0)
+        merging, host = merge_bytes(_streaming(model, plan)) if export.merged else (0, 0)
         phases.append(
             Phase(
                 "export",
@@ -192,6 +194,15 @@ def phases_of(
             )
         )
     return phases
+
+
+def _streaming(model: Decoder, plan: StepPlan) -> Decoder:
+    """The model with the variables declared that stream under a plan."""
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+    for word, movable in MOVABLES.items():
+        if movable.last_resort:
+            frozen = movable.declared(model, frozen, plan.level(word))
+    return nnx.merge(graph, trainable, frozen)
 
 
 def phase_lines(
