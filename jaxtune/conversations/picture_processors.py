@@ -103,6 +103,19 @@ class PictureProcessor:
     def kind(self) -> Kind:
         return KINDS[self.name]
 
+    def reads_like(self, other: PictureProcessor) -> bool:
+        """Whether both make the same patches and tokens of a picture whose size neither changes; how large one may be
+        is not compared.
+        """
+        return self._deciding() == other._deciding()
+
+    def _deciding(self) -> PictureProcessor:
+        processor = _loaded(self.name, self.settings)
+        values = {key: getattr(processor, key, None) for key in _DECIDING}
+        if self.kind.limited is _fixed:  # not a limit, but each picture's
+            values |= {side: processor.size[side] for side in ("height", "width")}
+        return dataclasses.replace(self, settings=json.dumps(values))
+
     @property
     def axes(self) -> int:
         """Of positions; with 1 they are plain numbers."""
@@ -370,6 +383,11 @@ def picture_arrays(
     }
 
 
+# Settings, beside the sides, that decide the numbers of a patch.
+_DECIDING = (
+    *("do_convert_rgb", "do_resize", "resample", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std", "temporal_patch_size"),
+)
 # Keys of the file that say which class reads it.
 _NO_SETTINGS = frozenset(("image_processor_type", "feature_extractor_type", "processor_class", "auto_map"))
 

@@ -156,13 +156,15 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
 
 
 def require_same_pictures(tokenizer: PreTrainedTokenizerFast, student: Source | None, teacher: Source | None) -> None:
-    """Raises ConfigError unless both models cut pictures alike, so that a row's patches are those of both."""
+    """Raises ConfigError unless both models cut pictures alike, so that a row's patches, which are the student's, are
+    those of both; the teacher's limits of a picture's size do not count.
+    """
     ours, theirs = (processor_of(source, tokenizer) for source in (student, teacher))
-    if ours != theirs:
+    if not ours.reads_like(theirs):
         path = None if teacher is None else teacher.path
         raise ConfigError(
             f"objective.teacher = {path!r}: its image processor cuts pictures otherwise than the student's: take a "
-            "teacher of the student's family, with the same preprocessor_config.json"
+            "teacher of the student's family, with the same patches, rescaling and normalisation"
         )
 
 

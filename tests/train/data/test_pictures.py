@@ -123,6 +123,26 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_processors_are_alike_whose_patches_are(name):
+    config, written, *_ = FAMILIES[name]
+    ids = {key: 1 if isinstance(text, str) else text for key, text in config.items()}
+
+    def alike(**changes):
+        ours, theirs = (PictureProcessor.of(ids, each, lambda _: 2) for each in (written, written | changes))
+        return ours.reads_like(theirs) and theirs.reads_like(ours)
+
+    assert alike() and not alike(image_mean=[0.4, 0.4, 0.4]) and not alike(resample=0)
+    assert not alike(rescale_factor=0.5)
+    other_size = {
+        "qwen": {"size": {"shortest_edge": 2048, "longest_edge": 4096}},
+        "gemma3": {"size": {"height": 34, "width": 34}},  # which each picture has
+        "gemma4": {"max_soft_tokens": 140},
+        "mistral": {"size": {"longest_edge": 32}},
+    }
+    assert alike(**other_size[name]) == (name != "gemma3")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("train_on", ["responses", "turns", "completion", "all"])
 def test_tokens_are_those_of_the_text_that_transformers_writes(name, train_on):
     """The processor repeats tokens in the text before it is tokenised; here it is done among the tokens."""
