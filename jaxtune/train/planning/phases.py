@@ -31,7 +31,7 @@ from jaxtune.train.objectives.objective import Column, ReferenceColumn
 from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
-from jaxtune.train.planning.movables.streamed import Streamed
+from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.parts import ARRIVING, STATES, StepParts
 from jaxtune.train.planning.plan import StepPlan
 
@@ -199,7 +199,10 @@ def phases_of(
 def _streaming(model: Decoder, plan: StepPlan) -> Decoder:
     """The model with the variables declared that stream under a plan."""
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    return nnx.merge(graph, trainable, Streamed.declared(model, frozen, plan.level(Streamed.word)))
+    for word, movable in MOVABLES.items():
+        if movable.last_resort:
+            frozen = movable.declared(model, frozen, plan.level(word))
+    return nnx.merge(graph, trainable, frozen)
 
 
 def phase_lines(
