@@ -50,7 +50,11 @@ def test_the_calls_of_unsloths_vision_notebook(places, monkeypatch, capsys):
     picture = script["tokenizer"].pictures.token
     assert picture in row["input_ids"] and picture not in row["labels"]
     assert any(label >= 0 for label in row["labels"])
-    out = Path(places["OUT"])
+    assert_saved(Path(places["OUT"]), script["after"])
+
+
+def assert_saved(out: Path, answer: str) -> None:
+    """The folders of the adapter, which gives this answer, and of the merged model load with their towers."""
     for folder in ("lora", "merged"):
         again, processor = compat.FastVisionModel.from_pretrained(str(out / folder), load_in_4bit=False)
         messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
@@ -58,7 +62,7 @@ def test_the_calls_of_unsloths_vision_notebook(places, monkeypatch, capsys):
         inputs = processor(images=[draw(COLOURS[0], 0)], text=[text], return_tensors="pt")
         outputs = again.generate(inputs, max_new_tokens=6, do_sample=False)
         said = processor.batch_decode(outputs[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-        assert again.module.vision is not None and (folder == "merged" or said == [script["after"]])
+        assert again.module.vision is not None and (folder == "merged" or said == [answer])
 
 
 @pytest.mark.parametrize("name", ["gemma4", pytest.param("unified", marks=pytest.mark.full)])
@@ -79,14 +83,7 @@ def test_the_calls_of_unsloths_gemma_4_vision_notebooks(places, tmp_path, monkey
     assert script["processor"].chat_template == template.replace("".join(MARKS), MARKS[1])
     adapted = {name for name, linear in linears(script["model"].module) if linear.lora is not None}
     assert any("embed_vision" in name for name in adapted) and any(".layers." in name for name in adapted)
-    for folder in ("lora", "merged"):
-        again, processor = compat.FastVisionModel.from_pretrained(str(tmp_path / folder), load_in_4bit=False)
-        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
-        text = processor.apply_chat_template(messages, add_generation_prompt=True)
-        inputs = processor(images=[draw(COLOURS[0], 0)], text=[text], return_tensors="pt")
-        outputs = again.generate(inputs, max_new_tokens=6, do_sample=False)
-        said = processor.batch_decode(outputs[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-        assert again.module.vision is not None and (folder == "merged" or said == [script["after"]])
+    assert_saved(tmp_path, script["after"])
 
 
 def test_the_calls_of_trls_example(places, monkeypatch):
