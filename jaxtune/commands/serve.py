@@ -232,9 +232,11 @@ def _models(options: argparse.Namespace, beside: Beside) -> list[ServedModel]:
 
     (name, _), *adapters = _named_folders(options)
     names = [name, *(adapter for adapter, _ in adapters)]
-    for each in names:
-        if names.count(each) > 1:
-            raise ValueError(f"two models have the name {each!r}: give the adapter another one (--adapter NAME=FOLDER)")
+    for served in names:
+        if names.count(served) > 1:
+            raise ValueError(
+                f"two models have the name {served!r}: give the adapter another one (--adapter NAME=FOLDER)"
+            )
     why = "the server was started with --no-pictures" * options.no_pictures
     model, tokenizer, reader, why = pictures.load(options, files=False, why=why, beside=beside)
     if tokenizer is None:

@@ -95,8 +95,8 @@ def pass_seconds(costs: StepCost, plan: StepPlan, device: Device) -> float:
     takes as long as its products or its weights on the link, whichever is longer.
     """
     costs = costs.placed(plan.moved)
-    one = _reference_forecast(costs, plan, costs.shape.tokens(plan.micro_batches), device)[0]
-    return plan.micro_batches * one
+    seconds, _ = _reference_forecast(costs, plan, costs.shape.tokens(plan.micro_batches), device)
+    return plan.micro_batches * seconds
 
 
 @dataclasses.dataclass(frozen=True)

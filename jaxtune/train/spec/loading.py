@@ -134,21 +134,21 @@ def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[
     HostError if the host has no room for memory.plan's.
     """
     on_device, layers = float(pretrained.device_bytes(None, stay)), pretrained.config.num_layers
-    here = _device()
+    device = _device()
     beside = pretrained.device_bytes() - on_device + IN_FLIGHT_BYTES
-    room = math.inf if here.name == "cpu" else pinnable_bytes(here, beside)
+    room = math.inf if device.name == "cpu" else pinnable_bytes(device, beside)
 
     def pinned(level: int) -> float:
         return on_device - pretrained.device_bytes(None, [*stay, *pretrained.streaming(level)])
 
     asked = 0 if memory.plan is None else min(layers_on_host(memory.plan), layers)
     if memory.plan is None:
-        most = limit(memory, here)
-        asked = layers if here.link and most is not None and _MOST_WEIGHTS * most < on_device else 0
+        most = limit(memory, device)
+        asked = layers if device.link and most is not None and _MOST_WEIGHTS * most < on_device else 0
     level = next(level for level in range(asked, -1, -1) if pinned(level) <= room)
     if memory.plan is not None and level < asked:
         fix = f"streamed={level} or less, or a host with more memory" if level else "a host with more memory"
-        raise HostError.of(memory.plan, pinned(asked), room, here, fix)
+        raise HostError.of(memory.plan, pinned(asked), room, device, fix)
     return level
 
 

@@ -98,12 +98,12 @@ def tower_of[T: TowerConfig](
     spec: of each layer; None: there are no layers.
     theta: of the rotary base, where the config.json has none; None: nothing turns.
     """
-    rest = dict(fields)
-    count, rope = rest.pop("num_layers", 0), rest.pop("rope_parameters", {})
-    of_blocks = {name: rest.pop(name) for name in fields if name in _OF_BLOCKS} | dict(blocks)
+    of_tower = dict(fields)
+    count, rope = of_tower.pop("num_layers", 0), of_tower.pop("rope_parameters", {})
+    of_blocks = {name: of_tower.pop(name) for name in fields if name in _OF_BLOCKS} | dict(blocks)
     of_blocks.setdefault("num_kv_heads", of_blocks["num_heads"])
     of_blocks.setdefault("attention_scale", of_blocks["head_dim"] ** -0.5)
     if theta is not None:
         of_blocks["rotary"] = (RopeConfig(theta=float(rope.get("rope_theta") or theta)),)
     layers = () if spec is None else (spec,) * count
-    return make(blocks=DecoderConfig(vocab_size=1, layers=layers, **of_blocks), **rest)
+    return make(blocks=DecoderConfig(vocab_size=1, layers=layers, **of_blocks), **of_tower)
