@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,12 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ROOT
-from benchmarks.record import commit_here, driver_bytes, write
+from benchmarks.commanded import train
+from benchmarks.record import commit_here, write
 
 _STEPS, _ROWS, _LENGTH = 12, 8, 2048
 _WARM = 3  # steps that are not counted
-_CONTEXT_BYTES = 0.6e9
 _STILL = {"patch_size": 16, "image_processor_type": "Qwen2VLImageProcessorFast", "temporal_patch_size": 2}
 _UNIFIED = {"patch_size": 16, "image_processor_type": "Gemma4UnifiedImageProcessor", "pooling_kernel_size": 3}
 # By shape: config.json around the text, the file of the processor, and its tokens (before, of and after a picture).
@@ -205,7 +202,6 @@ def trained(options: argparse.Namespace, model: Path, count: int, log: Path) -> 
     if not (rows / "rows.jsonl").exists():
         write_rows(rows, count, options.side)
     output, patches = options.work / f"run_{count}", count * (options.side // _patch(options.shape)) ** 2
-    shutil.rmtree(output, ignore_errors=True)
     recipe: dict[str, Any] = {
         "model": {"path": str(model)},
         "data": {"train": str(rows / "rows.jsonl"), "length": _LENGTH, "patches_per_row": patches or None},
@@ -216,27 +212,13 @@ def trained(options: argparse.Namespace, model: Path, count: int, log: Path) -> 
         "export": {"merged": False},
         "output": str(output),
     }
-    variables = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    if options.card_gib:
-        device_bytes = driver_bytes()
-        assert device_bytes is not None, "--card-gib is for a GPU"
-        card = options.card_gib * 2**30 - _CONTEXT_BYTES
-        recipe["memory"] = {"budget_gb": card / 2**30}
-        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(card / device_bytes)
-    file = options.work / "recipe.yaml"
-    file.write_text(json.dumps(recipe), encoding="utf-8")
-    began = time.monotonic()
-    with log.open("a", encoding="utf-8") as stream:
-        words = [sys.executable, "-m", "jaxtune", "train", str(file), *options.changes]
-        code = subprocess.run(
-            words, stdout=stream, stderr=subprocess.STDOUT, env=os.environ | variables, check=False
-        ).returncode
-    if code:
-        return {"failed": f"exit status {code}: {log.read_text(encoding='utf-8').strip().splitlines()[-1][:300]}"}
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    done = train(recipe, options.changes, options.work / "recipe.yaml", log, options.card_gib)
+    if "failed" in done:
+        return {"failed": done["failed"]}
+    metrics = done["metrics"]
     steps = [line for line in metrics if "step_seconds" in line and line["step"] > _WARM]
     seconds = statistics.median(line["step_seconds"] for line in steps)
-    text = " ".join(log.read_text(encoding="utf-8").split())
+    text = " ".join(done["said"].split())
     said = re.findall(r"([\d,]+) pictures of ([\d, to]+) tokens and ([\d, to]+) patches", text)
     return {
         "pictures_a_row": count,
@@ -248,7 +230,7 @@ def trained(options: argparse.Namespace, model: Path, count: int, log: Path) -> 
         "real_tokens_per_second": statistics.median(line["real_tokens_per_second"] for line in steps),
         "peak_memory_gb": max(line.get("peak_memory_bytes", 0) for line in metrics) / 1e9,
         "losses": [line["loss"] for line in metrics if "loss" in line],
-        "whole_seconds": time.monotonic() - began,
+        "whole_seconds": done["whole_seconds"],
     }
 
 

@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> None:
     from jaxtune.models.generation.chat import Conversation
 
     timing.imported()
-    model, tokenizer, reader, why_no_pictures = pictures.load(options)
+    model, tokenizer, reader, why_no_pictures = pictures.load(options, streamed=common.streamed_to_answer)
     model = with_end_tokens(model, tokenizer)
     settings = {"max_new_tokens": options.max_new_tokens, **sampling.settings(options)}
     processor = None if reader is None else reader.processor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,24 +79,47 @@ def begin_import(runs_code: bool = False) -> None:
     transformers_import.begin(runs_code or not invocation.is_command())
 
 
-def _streamed(pretrained: Pretrained) -> int:
+def streamed_to_export(pretrained: Pretrained) -> int:
+    """Layers whose weights are in host memory while a model is exported."""
     from jaxtune.train.config import MemoryConfig
     from jaxtune.train.spec import loading
 
     if level := loading.streamed_level(MemoryConfig(), pretrained, ()):
-        say(
-            f"note: the device has no room for all weights: those of {level} layers are in host memory", file=sys.stderr
-        )
+        _say_streamed(level)
     return level
 
 
-def load(options: argparse.Namespace, pictures: bool = False, beside: Beside | None = None, streams: bool = False):
+def streamed_to_answer(pretrained: Pretrained) -> int:
+    """Layers whose weights stream while a model answers: as few as leave room for rows."""
+    from jaxtune.models.files import load_memory
+
+    if load_memory.has_room_to_answer(pretrained.device_bytes()):
+        return 0
+    from jaxtune.train.spec import loading
+
+    level, seconds = loading.least_streamed_level(pretrained)
+    if level:
+        _say_streamed(level, f", and cross the link for each token of all rows: {seconds:.2g} s or more")
+    return level
+
+
+def _say_streamed(level: int, more: str = "") -> None:
+    note = f"note: the device has no room for all weights: those of {level} layers are in host memory{more}"
+    say(note, file=sys.stderr)
+
+
+def load(
+    options: argparse.Namespace,
+    pictures: bool = False,
+    beside: Beside | None = None,
+    streamed: Callable[[Pretrained], int] | None = None,
+):
     """(model, tokenizer or None) of `options.model`: a folder, a hub name, or an adapter's folder. Programs compiled
     from then on are kept.
 
     pictures: load the tower, which an adapter that adapts it has anyway.
     beside: as for from_pretrained.
-    streams: where the device has no room, leave weights of layers in host memory, and say so.
+    streamed: as for from_pretrained.
 
     dtype None is the one that jaxtune recorded when it trained, else bfloat16, never config.json's. load_in None is an
     adapter's base as in its training, else as the files store it. With an adapter, the tokenizer's EOS and the token
@@ -121,6 +144,6 @@ def load(options: argparse.Namespace, pictures: bool = False, beside: Beside | N
             load_in=options.load_in,
             pictures=pictures,
             beside=beside,
-            streamed=_streamed if streams else None,
+            streamed=streamed,
         )
     return with_end_tokens(model, tokenizer) if adapter else model, tokenizer

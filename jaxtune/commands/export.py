@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> None:
     require_format(options.output, options.to, options.outtype)
     allow_pinned_memory()
     with StopSignal() as stop, stop.at_once():  # an incomplete folder is removed
-        model, tokenizer = common.load(options, streams=True)
+        model, tokenizer = common.load(options, streamed=common.streamed_to_export)
         exported = jaxtune.export_model(
             model,
             options.output,

@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> None:
     )
     if shown and (why := why_no_pictures(options.model)):
         raise ValueError(f"{shown} has pictures: {why}")
-    model, tokenizer = common.load(options, pictures=bool(shown))
+    model, tokenizer = common.load(options, pictures=bool(shown), streamed=common.streamed_to_answer)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
     folder = None if options.prompts is None else str(Path(options.prompts).parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxtune.commands import common
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from jaxtune.conversations.picture_processors import PictureReader
     from jaxtune.conversations.tokenizing import Tokenizer
     from jaxtune.models.decoder import Decoder
-    from jaxtune.models.hf import Beside
+    from jaxtune.models.hf import Beside, Pretrained
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,16 +46,22 @@ def reader(
     return PictureReader(processor_of(model.source, tokenizer, options.max_pixels), access)
 
 
-def load(options: argparse.Namespace, files: bool = True, why: str = "", beside: Beside | None = None):
+def load(
+    options: argparse.Namespace,
+    files: bool = True,
+    why: str = "",
+    beside: Beside | None = None,
+    streamed: Callable[[Pretrained], int] | None = None,
+):
     """(Model, tokenizer or None, how it reads pictures or None, why it reads none or ""): with its tower if it has one
     that is supported, and a tokenizer.
 
-    files: whether they may be read. why: pictures are not to be read. beside: as for from_pretrained.
+    files: whether they may be read. why: pictures are not to be read. beside, streamed: as for from_pretrained.
     """
     from jaxtune.models.generation.pictures import why_no_pictures
 
     why = why or why_no_pictures(options.model)
-    model, tokenizer = common.load(options, pictures=not why, beside=beside)
+    model, tokenizer = common.load(options, pictures=not why, beside=beside, streamed=streamed)
     if why or tokenizer is None:
         return model, tokenizer, None, why
     try:

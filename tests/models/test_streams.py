@@ -13,7 +13,7 @@ from tiny import CONFIGS, golden_tokens
 
 from jaxtune.models.adapters.merge import merge_adapter, merged_weights
 from jaxtune.models.files.quant import compute_in_fp8, quantize
-from jaxtune.models.generation.generate import generate
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.hf import model_from_config, save_weights
 from jaxtune.models.lora import freeze, get_peft_model, matrices
 from jaxtune.models.placement.host_pieces import pieces_of
@@ -96,7 +96,7 @@ def test_a_pass_without_gradients_has_the_same_bits():
 
 
 @pytest.mark.parametrize(("family", "form"), [("qwen3", None), ("gpt_oss", "mxfp4")])
-def test_it_is_merged_and_samples_as_one_that_stays_without_a_copy_on_the_host(family, form, tmp_path):
+def test_it_is_merged_as_one_that_stays_without_a_copy_on_the_host(family, form, tmp_path):
     model = make_model(family, form, targets=["q_proj"])
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     trainable = jax.tree.map(lambda array: array + 0.01, trainable)
@@ -112,12 +112,36 @@ def test_it_is_merged_and_samples_as_one_that_stays_without_a_copy_on_the_host(f
         save_weights(weights, tmp_path / name)
         files.append((tmp_path / name / "model.safetensors").read_bytes())
     assert files[0] == files[1]
-    prompts = [[5, 6, 7], [8, 9]]
-    assert generate(streamed, prompts, max_new_tokens=3) == generate(model, prompts, max_new_tokens=3)
     for array in pinned:
         pieces = pieces_of(array, 100)
         assert b"".join(make().tobytes() for _, make in pieces) == np.asarray(jax.device_put(array, WHERE)).tobytes()
         assert array._npy_value is None
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3", None),
+        ("gpt_oss", "mxfp4"),
+        *(pytest.param(family, "nf4", marks=pytest.mark.full) for family in CONFIGS),
+    ],
+)
+def test_it_answers_as_one_that_stays(family, form):
+    """Prompts that are packed or alone, at any level."""
+    model = make_model(family, form, targets=["q_proj"])
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+
+    @given(st.integers(1, len(model.layers)), st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(0, 99))
+    @settings(deadline=None, max_examples=3)
+    def check(level, lengths, seed):
+        streamed = nnx.merge(graph, trainable, Streamed.moved(model, frozen, level, WHERE))
+        assert any(map(is_on_host, jax.tree.leaves(nnx.state(streamed))))
+        drawn = np.random.default_rng(seed)
+        prompts = [drawn.integers(1, 100, length).tolist() for length in lengths]
+        with Sampler(streamed, 2, 64) as one, Sampler(model, 2, 64) as other:
+            assert [*one.run(prompts, 5)] == [*other.run(prompts, 5)]
+
+    check()
 
 
 @given(st.integers(1, 100), st.data())

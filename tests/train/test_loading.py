@@ -325,6 +325,30 @@ def test_layers_are_loaded_into_host_memory_as_far_as_there_is_room(tmp_path):
     check()
 
 
+def test_as_few_layers_stream_as_leave_rows_room(tmp_path):
+    config = CONFIGS["mistral"] | {"num_hidden_layers": 5}
+    write_checkpoint(tmp_path, config, shapes_of(config))
+    pretrained, gpu = Pretrained(tmp_path), dataclasses.replace(find_device("H200"), link=1e6)
+    weights = pretrained.device_bytes()
+    pinned = [weights - pretrained.device_bytes(None, pretrained.streaming(level)) for level in range(6)]
+
+    @given(st.integers(1, 2 * weights), st.booleans())
+    def check(free, host_has_room):
+        room = 2.0 * weights if host_has_room else 0.0
+        device = dataclasses.replace(gpu, host_memory_bytes=4e9 + 2**30 + room, host_bytes=room)
+        with (
+            mock.patch.object(loading, "_device", lambda: device),
+            mock.patch.object(loading.load_memory, "free_bytes", lambda: free),
+        ):
+            level, seconds = loading.least_streamed_level(pretrained)
+        there = [weights - size + min(2 * pinned[5] / 5, size) for size in pinned]
+        fits = [level for level in range(6) if there[level] <= 0.85 * free]
+        assert level == (fits[0] if fits and host_has_room else 0)
+        assert seconds == pytest.approx(pinned[level] / 1e6)
+
+    check()
+
+
 @pytest.mark.parametrize(
     ("how", "changes", "level"),
     [

@@ -11,6 +11,7 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.models import hf
+from jaxtune.models.files import load_memory
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement.streams import PINNED
 from jaxtune.train.spec import loading
@@ -66,6 +67,18 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
         crowded.setattr(loading, "streamed_level", lambda *_: 3)
         assert cli.main(["export", str(folder / name / "adapter"), str(folder / f"{name}-export")]) == 0
     assert PINNED in kinds[-1] and "those of 3 layers are in host memory" in capsys.readouterr().err
+    answers = []
+    for level in (0, 2):
+        with monkeypatch.context() as crowded:
+            crowded.setattr(load_memory, "has_room_to_answer", lambda _, level=level: not level)
+            crowded.setattr(loading, "least_streamed_level", lambda _, level=level: (level, 0.5))
+            assert cli.main(["generate", str(folder / name / "adapter"), "--prompt", "a b", "--raw"]) == 0
+        written = capsys.readouterr()
+        answers.append(written.out)
+        assert (
+            (PINNED in kinds[-1]) == ("those of 2 layers are in host memory, and cross" in written.err) == bool(level)
+        )
+    assert answers[0] == answers[1]
     exported = (folder / f"{name}-export" / "model.safetensors").read_bytes()
     assert exported == want["merged/model.safetensors"]
     last = json.loads((folder / name / "results.json").read_text())["eval_loss"]["last"]

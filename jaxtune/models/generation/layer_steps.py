@@ -14,6 +14,7 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.placement.streams import Arrivals, with_arrived
 from jaxtune.pallas.attention import PackedLayout
 
 type States = Any  # a pytree for each layer
@@ -40,13 +41,15 @@ def through_layers(
     batch_invariant: a row must have the same bits beside any other rows.
     """
     x, new_states, shared = model.embed(tokens), [], {}
+    weights = _Streamed([state for _, *state in splits])
     layers = list(zip(model.layers, model.config.layers, strict=True))
     plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
     if tokens.shape[1] == 1 and plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
         stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
-        for (graph, *state), (_, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
+        for (graph, *_), (_, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
             weight = norm.weight[...]
+            stream, state = weights.next(stream)
             stream, layer_state = _plain_step(
                 graph, spec, batch_invariant, *state, stream, tables, layer_state, positions, real, weight
             )
@@ -54,16 +57,33 @@ def through_layers(
             new_states.append(layer_state)
         return stream.normed[:, None], new_states
     decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
-    for (graph, *state), (layer, spec), layer_state, layer_values in zip(
+    for (graph, *_), (layer, spec), layer_state, layer_values in zip(
         splits, layers, states, decoder_values, strict=True
     ):
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}
+        x, state = weights.next(x)
         x, layer_state, outputs = _layer_step(graph, spec, *state, x, tables, layer_state, positions, real, inputs)
         shared |= outputs
         # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)
         new_states.append(layer_state)
     return model.norm(x), new_states
+
+
+class _Streamed:
+    """Layers' weights in turn; copies of later ones that stream begin with a layer's input."""
+
+    def __init__(self, weights: list):
+        self._weights, self._arrivals, self._layer = weights, Arrivals(weights), 0
+
+    def next[X](self, x: X) -> tuple[X, list]:
+        """(a layer's input, its weights)"""
+        layer, self._layer = self._layer, self._layer + 1
+        weights = with_arrived(self._weights[layer], self._arrivals.take(layer))
+        if beside := self._arrivals.beside(layer):
+            x, beside = jax.lax.optimization_barrier((x, beside))
+            self._arrivals.arrive(layer, jax.device_put(beside, jax.memory.Space.Device))
+        return x, weights
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -142,7 +142,7 @@ class Shapes:
         return [call for call in self._calls(size) if call is not None]
 
     def _calls(self, size: Size) -> Iterator[Call | None]:
-        programs, leaves, count = self.programs, list(self._placed(self.arrays)), len(self.rows.start)
+        programs, leaves, count = self.programs, self._weights(), len(self.rows.start)
         match size:
             case Prefill(rows, width, capacity):
                 tokens = self._ints(rows, width), self._ints(rows), self._ints(rows)
@@ -193,6 +193,9 @@ class Shapes:
                 logits = self._placed(device.logits_shape(self.structure, self.arrays, count))
                 rows = rows._replace(delta=None, adapter=None)
                 yield programs.choose.call(self.structure, kind, logits, live, seen, rows)
+
+    def _weights(self) -> list[jax.ShapeDtypeStruct]:
+        return [array if array.sharding else self._array(array.shape, array.dtype) for array in self.arrays]
 
     def _rows_of(self, size: Decode) -> device.Rows:
         count, vocab = len(self.rows.start), self.structure.config.vocab_size

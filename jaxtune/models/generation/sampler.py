@@ -65,8 +65,9 @@ from jaxtune.models.generation.slot_plan import (
     room_bytes,
     slot_bytes,
 )
-from jaxtune.models.generation.structure import Structure, flattened
+from jaxtune.models.generation.structure import Structure, flattened, shapes_of
 from jaxtune.models.lora import has_adapter
+from jaxtune.models.placement.streams import arriving_bytes
 from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, timing, waiting
 
@@ -196,10 +197,14 @@ class Sampler:
         self._structure, self._leaves = flattened(self._bank.model())
         self._gated, self._newest = bool(self._bank), self._adapter_number  # the last adapter in these arrays
         self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
-        self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
+        self._shapes = shapes_of(self._leaves)
         adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
         room = room_bytes(memory_share) if free_bytes is None else (free_bytes - self._bank.bytes) * memory_share
-        room = None if room is None else room - (adapter_bytes - self._bank.bytes)
+        arriving = arriving_bytes(model.layers)
+        room = None if room is None else room - (adapter_bytes - self._bank.bytes) - arriving
+        convertible = None
+        if not deterministic and not arriving:
+            convertible = convertible_of(self._structure, self._shapes, prefill_tokens, most_converted)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
             self.config.context_length,
@@ -207,7 +212,7 @@ class Sampler:
             slots,
             length,
             most_slots,
-            None if deterministic else convertible_of(self._structure, self._shapes, prefill_tokens, most_converted),
+            convertible,
             0 if prefix_bytes is None else prefix_bytes,
             lambda tokens: picture_bytes(self._structure, self._shapes, tokens),
         )
@@ -216,7 +221,7 @@ class Sampler:
         self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
         if self._converted is not None:
             self._structure, self._leaves = self._converted.of(self._structure, self._leaves)
-            self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
+            self._shapes = shapes_of(self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, alone = self.plan.slots, deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
@@ -356,7 +361,7 @@ class Sampler:
             structure, leaves = self._converted.of(structure, leaves)
         if only is not None and structure is not only:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
-        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        shapes = shapes_of(leaves)
         self._bank, self._coming = bank, _Model(structure, leaves, shapes, bool(bank), self._adapter_number)
 
     def _switch_if_ready(self) -> None:

@@ -39,6 +39,7 @@ from jaxtune.models.generation.structure import Structure
 from jaxtune.models.generation.xla_options import prompt_options, sampler_options
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.placement.streams import Arrivals, with_arrived
 from jaxtune.models.programs.kept import Function
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
@@ -297,11 +298,27 @@ def _forward(
     if pictures is not None:
         x, deep = model.with_pictures(x, pictures)
     decoder_values = model.per_layer_inputs(tokens, x, pictures=pictures) or [{}] * len(model.layers)
-    for layer, spec, layer_values in zip(model.layers, model.config.layers, decoder_values, strict=True):
-        graph, *state = nnx.split(layer, nnx.Param, ...)
+    splits = split_layers(model)
+    arrivals = Arrivals([state for _, *state in splits])
+    for index, ((graph, *state), spec, layer_values) in enumerate(
+        zip(splits, model.config.layers, decoder_values, strict=True)
+    ):
+        state = with_arrived(state, arrivals.take(index))
+        layer = nnx.merge(graph, *state)
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}
         residual_names = tuple(dict.fromkeys((*layer.state_reads, *layer.gives)))
-        x, residuals, *_ = layer_forward(graph, spec, residual_names, *state, x, layout, None, taken=inputs)
+        x, residuals, *_, copies = layer_forward(
+            graph,
+            spec,
+            residual_names,
+            *state,
+            x,
+            layout,
+            None,
+            taken=inputs,
+            to_device=arrivals.beside(index),
+        )
+        arrivals.arrive(index, copies)
         shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
         states.append(first_state(layer, spec, residuals))
         x = x + deep[len(states) - 1] if len(states) <= len(deep) else x

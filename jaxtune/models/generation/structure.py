@@ -15,7 +15,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import linears
 from jaxtune.models.placement import partition
-from jaxtune.models.placement.streams import on_device
+from jaxtune.models.placement.streams import is_on_host
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,15 +46,14 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
-    """(Structure, arrays), the model's own except for plain adapters, which are cast to the compute dtype, and copies
-    of weights that stream: each token would wait for all of them. Done once,
+    """(Structure, arrays), the model's own except for plain adapters, which are cast to the compute dtype. Done once,
     because flattening a deep model takes the host as long as many tokens take the device. Raises ValueError for divided
     weights.
     """
     model = copy.copy(model)
     model.source = model.base_digest = model.base_fingerprint = model.qat = None  # which change no program
     graph, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(on_device(state))
+    leaves, treedef = jax.tree.flatten(state)
     partition.require_undivided(leaves, "Sampler")
     structure = structure_of(graph, treedef, model.config)
     indices = rounded_indices(structure, tuple(leaf.shape for leaf in leaves))
@@ -62,6 +61,11 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     for index, value in zip(indices, _cast([leaves[index] for index in indices], model.dtype), strict=True):
         leaves[index] = value
     return structure, leaves
+
+
+def shapes_of(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of arrays; those that stream from host memory have their sharding, too."""
+    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if is_on_host(a) else None) for a in leaves)
 
 
 @functools.lru_cache(32)

@@ -40,6 +40,12 @@ def streamed_bytes(variable: nnx.Variable) -> float:
     return sum(_nbytes(array) for array, large in zip(arrays, _large(variable), strict=True) if large)
 
 
+def arriving_bytes(layers: Sequence[nnx.Module]) -> float:
+    """Device bytes of weights that stream in a pass over the layers: of the largest two."""
+    sizes = sorted((sum(array.nbytes for array in _hosted(nnx.state(layer))) for layer in layers), reverse=True)
+    return float(sum(sizes[:2]))
+
+
 def host_shardings(variable: nnx.Variable, value: object) -> object:
     """A tree of shardings, on the default device, of a value that streams in a variable."""
     hosted, device = declared(variable, value, True), jax.local_devices()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan, ResidualPlan
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import Forecast, forecast, head_forecast
+from jaxtune.train.planning.forecasts import Forecast, forecast, head_forecast, streamed_bytes
 from jaxtune.train.planning.host_room import HostError, beside_moved, lacking_pinned, places
 from jaxtune.train.planning.layer_forecasts import LayerForecast, bytes_with_gaps
 from jaxtune.train.planning.movables import MOVABLES
@@ -303,7 +304,8 @@ def _best_pair(
         forecasts.arriving,
     )
     seconds = forecasts.forward + forecasts.backward
-    at_loss, at_forward, at_backward = costs.gathered_bytes
+    streamed = streamed_bytes(costs, forecasts.kept, forecasts.backward, device)
+    at_loss, at_forward, at_backward = map(operator.add, costs.gathered_bytes, streamed)
     loss = head[0] + at_loss
     work, forward = (
         forecasts.work + costs.head.gradient_bytes + at_backward,

@@ -106,7 +106,7 @@ def _surely_fits(costs: StepCost, spec: StepSpec, device: Device, budget: float)
     chunk = max(1, min(int(tokens), CHUNK_LOGITS[-1] // costs.shape.vocab_size))
     head, _ = head_forecast(costs, chunk, tokens, device)
     plans, room = layer_plans(costs, device.link > 0), budget - costs.fixed_bytes(1) - costs.layers.cast_bytes
-    room -= min(costs.gathered_bytes) + costs.layers.given_bytes * tokens
+    room -= min(costs.gathered_bytes) + costs.moved.streaming[0] + costs.layers.given_bytes * tokens
     sure: bool | None = False
     for tile in dict.fromkeys((tile_tokens_of(costs, spec), None)):
         forecasts = layer_forecasts(costs, plans.placed, tokens, device, tile)

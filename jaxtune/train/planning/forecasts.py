@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxtune.models.fitted import ALLOCATOR_BYTES
 from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE
 from jaxtune.pallas.linear_cross_entropy import chunk_length
@@ -21,6 +23,8 @@ from jaxtune.train.planning.layer_forecasts import (
 from jaxtune.train.planning.parts import StepParts
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.sums_memory import in_sums
+
+STREAMED = "weights that arrive from the host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,19 @@ def forecast(costs: StepCost, plan: StepPlan, device: Device) -> Forecast:
     cache = {layer: layer_forecast(costs, layer, tokens, device, tile) for layer in different}
     groups = [(cache[layer], len(list(group))) for layer, group in itertools.groupby(plan.residuals.layers)]
     return _forecast(costs, plan, groups, head_forecast(costs, plan.chunk_tokens, tokens, device), tokens, device)
+
+
+def streamed_bytes(costs: StepParts, kept, backward, device: Device) -> tuple:
+    """Device bytes of weights that stream: at the loss, where the last layer's stay; in the last layer's forward, or
+    the one before with the last one's beside; in a layer's backward, in which the next one's arrive at its end.
+
+      kept, backward: bytes and seconds of layers, numbers or arrays.
+    """
+    own, following, early = costs.moved.streaming
+    if not own:
+        return 0.0, 0.0, 0.0
+    late = following * np.minimum(following / device.link / backward, 1.0)
+    return own, own + np.maximum(following - kept, 0.0), own + np.maximum(late, early)
 
 
 def head_forecast(costs: StepParts, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
@@ -172,6 +189,8 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     before = last if count > 1 else groups[max(len(groups) - 2, 0)][0]
     micro, gathered = plan.micro_batches, costs.gathered_bytes
     leaving = bytes_with_gaps(before.leaving, device)
+    streamed = streamed_bytes(costs, last.kept, last.backward, device)
+    at_loss, at_forward = gathered[0] + streamed[0], gathered[1] + streamed[1]
     model, residual_plan = costs.layers, plan.residuals
     of_model = model.kinds, model.kind_counts, model.all_residuals, model.cast_bytes
     lying = in_sums(costs.update.sums, *of_model, residual_plan, micro, tokens)
@@ -179,8 +198,8 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     # counts with the sums.
     reused_bytes = -lying(costs.shape.num_layers, False)
     moments = [
-        ("the loss: logits of a chunk, hidden states", kept_bytes, head_bytes + last.hosted, gathered[0], reused_bytes),
-        ("the forward of a layer", kept_bytes, last.hosted + last.work_forward + leaving, gathered[1], reused_bytes),
+        ("the loss: logits of a chunk, hidden states", kept_bytes, head_bytes + last.hosted, at_loss, reused_bytes),
+        ("the forward of a layer", kept_bytes, last.hosted + last.work_forward + leaving, at_forward, reused_bytes),
     ]
     if costs.teacher:
         of_teacher = last.hosted + reference[1], costs.teacher.gathered_bytes[1]
@@ -196,16 +215,18 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         moments.append(("the forward of the tower", kept_bytes if again else 0.0, tower.forward, of_tower[1], 0.0))
         if costs.tower.trains:
             moments.append(("the backward of the tower", 0.0, tower.backward, of_tower[2], 0.0))
-    below, arriving, layers = 0.0, 0.0, 0
+    below, above, layers = 0.0, 0.0, 0
     for layer, count in groups:
         below += layer.kept * count
         layers += count
         # The layer below, under another plan, has more bytes arriving.
-        added_bytes = max(arriving - layer.arriving, 0.0)
-        moments.append(("the backward of a layer", below, layer.work + added_bytes, gathered[2], -lying(layers, True)))
-        arriving = layer.arriving
-    peak_moment, residuals, work, gathered_weights, reused_bytes = max(moments, key=lambda moment: sum(moment[1:]))
-    bytes_ = {"kept residuals": residuals, peak_moment: work, "gathered weights": gathered_weights}
+        added_bytes = max(above - layer.arriving, 0.0)
+        weights = gathered[2] + streamed_bytes(costs, layer.kept, layer.backward, device)[2]
+        moments.append(("the backward of a layer", below, layer.work + added_bytes, weights, -lying(layers, True)))
+        above = layer.arriving
+    peak_moment, residuals, work, weights, reused_bytes = max(moments, key=lambda moment: sum(moment[1:]))
+    arrived = STREAMED if any(costs.moved.streaming) else "gathered weights"
+    bytes_ = {"kept residuals": residuals, peak_moment: work, arrived: float(weights)}
     if all(layer == KEEP for layer in plan.residuals.layers):
         bytes_["experts' adapters for the kernels"] = model.shared
     of_tower = 0.0 if costs.tower is None else costs.tower.kept * costs.tower.parts.shape.tokens(micro)

@@ -21,15 +21,15 @@ from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.host_room import places
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.movables.movable import Outcome
-from jaxtune.train.planning.parts import ARRIVING, FROZEN, StepParts
+from jaxtune.train.planning.parts import FROZEN, StepParts
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.plan_text import pass_lines
 from jaxtune.train.planning.step_spec import StepSpec
 
 
 def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: Device) -> float:
-    """Device bytes of a forward pass beside the weights: two arrays of hidden states, and the largest of a layer (an
-    upper bound, with all its values at once), the head and the tower.
+    """Device bytes of a forward pass beside the weights that stay: those that stream, two arrays of hidden states, and
+    the largest of a layer (an upper bound, with all its values at once), the head and the tower.
 
       tokens: computed at a time on one device.
       chunk_tokens: tokens whose logits exist at a time; 0: no head.
@@ -46,7 +46,8 @@ def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: De
     of_pictures = 0.0
     if costs.tower is not None:
         of_pictures = forward_bytes(costs.tower.parts, tokens * costs.tower.patches / shape.length, 0, device)
-    return 2 * hidden + max(*layers, logits + (head_parts if chunk_tokens else 0.0), of_pictures)
+    head = logits + (head_parts if chunk_tokens else 0.0)
+    return sum(costs.moved.streaming[:2]) + 2 * hidden + max(*layers, head, of_pictures)
 
 
 class ForwardPlanner:
@@ -120,9 +121,8 @@ class ForwardPlanner:
 
     def working_bytes(self, plan: StepPlan) -> float:
         """Device bytes beside the weights, by forecast."""
-        arriving = self.cost.placed(plan.moved).fixed.get(ARRIVING, 0.0)
         tokens = self.cost.shape.tokens(plan.micro_batches)
-        return arriving + forward_bytes(self.cost, tokens, plan.chunk_tokens, self.device)
+        return forward_bytes(self.cost.placed(plan.moved), tokens, plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
         """Takes a smaller plan if `program` (jax.stages.Compiled) needs more than there is, as if other forecasts were

@@ -22,7 +22,6 @@ TEACHER = "teacher's weights"
 FROZEN = "frozen weights"
 PICTURES = "pictures of two steps"
 STATES = "optimizer states"
-ARRIVING = "weights of two layers that arrive"  # the compiler counts them among temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +177,8 @@ class Moved:
     copied_bytes: float = 0.0  # device memory of further copies of frozen weights
     batch_bytes: float = 0.0  # device memory that comes with a batch
     link_bytes: float = 0.0  # that arrive in each pass of the mean layer, forward and backward, beside its residuals
+    # Bytes of a layer's weights that stream, of the next one's beside them, and of these what comes at once.
+    streaming: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from jaxtune.train.planning.devices import Device, pool_bytes
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.movables import MOVABLES
-from jaxtune.train.planning.parts import ARRIVING, STATES, StepParts
+from jaxtune.train.planning.parts import STATES, StepParts
 from jaxtune.train.planning.plan import StepPlan
 
 _LESS_SAVED = (
@@ -166,7 +166,7 @@ def phases_of(
         Phase("resume", weights + trained + states, min(saved, READ_AT_ONCE_BYTES), "a device with more memory"),
     ]
     if isinstance(rows_before, ReferenceColumn):
-        copies = costs.moved.copied_bytes + costs.fixed.get(ARRIVING, 0.0)
+        copies = costs.moved.copied_bytes
         phases.append(Phase("reference", weights + copies + trained + states + forward, 0.0, less_rows))
     phases.append(Phase("step", step, pinned, less_rows))
     if data.eval is not None or data.eval_rows:

@@ -17,7 +17,6 @@ from jaxtune.train.planning.fitting import fitting_settings
 from jaxtune.train.planning.forecasts import Forecast, forecast
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
-from jaxtune.train.planning.parts import ARRIVING
 from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.planning.plan_text import plan_lines
 from jaxtune.train.planning.search import Failed, Room, goal, next_plan, short_bytes
@@ -190,5 +189,4 @@ class Planner:
             analysis = program.memory_analysis()
             added = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             program_bytes.append(analysis.temp_size_in_bytes + max(added, 0))
-        fixed = self.cost.fixed_bytes(self.plan.micro_batches) - self.cost.fixed.get(ARRIVING, 0.0)  # a temporary
-        return fixed + max(program_bytes)
+        return self.cost.fixed_bytes(self.plan.micro_batches) + max(program_bytes)

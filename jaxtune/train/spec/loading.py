@@ -16,6 +16,7 @@ import jax
 from jaxtune.models.adapters.adapter_files import load_adapter
 from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files import load_memory
 from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.files.quant import compute_in_fp8
@@ -139,7 +140,7 @@ def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[
     room = math.inf if device.name == "cpu" else pinnable_bytes(device, beside)
 
     def pinned(level: int) -> float:
-        return on_device - pretrained.device_bytes(None, [*stay, *pretrained.streaming(level)])
+        return _pinned_bytes(pretrained, stay, level)
 
     asked = 0 if memory.plan is None else min(layers_on_host(memory.plan), layers)
     if memory.plan is None:
@@ -150,6 +151,26 @@ def streamed_level(memory: MemoryConfig, pretrained: Pretrained, stay: Sequence[
         fix = f"streamed={level} or less, or a host with more memory" if level else "a host with more memory"
         raise HostError.of(memory.plan, pinned(asked), room, device, fix)
     return level
+
+
+def least_streamed_level(pretrained: Pretrained) -> tuple[int, float]:
+    """(of the fewest layers that must be in host memory so that rows of a sampler have room, or 0 if the host has none;
+    seconds in which their weights cross the link).
+    """
+    device, layers, weights = _device(), pretrained.config.num_layers, pretrained.device_bytes()
+    if not device.link:
+        return 0, 0.0
+    pinned = [_pinned_bytes(pretrained, (), level) for level in range(layers + 1)]
+    arriving = 2 * pinned[-1] / layers
+    fits = (load_memory.has_room_to_answer(weights - size + min(arriving, size)) for size in pinned)
+    level = next((level for level, fit in enumerate(fits) if fit), 0)
+    level = level if pinned[level] <= pinnable_bytes(device, IN_FLIGHT_BYTES) else 0
+    return level, pinned[level] / device.link
+
+
+def _pinned_bytes(pretrained: Pretrained, stay: Sequence[str], level: int) -> float:
+    names = [*stay, *pretrained.streaming(level)]
+    return float(pretrained.device_bytes(None, stay) - pretrained.device_bytes(None, names))
 
 
 def _device() -> Device:

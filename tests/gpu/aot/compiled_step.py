@@ -8,8 +8,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from benchmarks.shapes import SHAPES
+from jaxtune.models.placement.streams import memory_kinds
 from jaxtune.models.registry import config_from_hf, tower_config
 from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
@@ -19,6 +21,7 @@ from jaxtune.train.optimizer.optim import make_optimizer, update_bound, weight_s
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning import cost, forecasts
 from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.movables.streamed import Streamed
 from jaxtune.train.planning.plan import StepPlan, parse_plan
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.step import StepProgram
@@ -55,6 +58,18 @@ def pictures_of(rows: int, length: int, patches: int) -> dict[str, jax.ShapeDtyp
     pictures = {name: jax.ShapeDtypeStruct((rows, patches, *tail), jnp.int32) for name, tail in sizes.items()}
     pictures["patches"] = pictures["patches"].update(dtype=jnp.float32)
     return pictures | {"picture_features": jax.ShapeDtypeStruct((rows, length), jnp.int32)}
+
+
+def placed_frozen(frozen: nnx.State, target: Target, where: SingleDeviceSharding) -> nnx.State:
+    """Shapes on the target's device, or in its host's memory where weights stream."""
+
+    def placed(array, kind):
+        sharding = where if kind is None else target.on_host(where)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    kinds = [kind for variable in variables for kind in memory_kinds(variable)]
+    return jax.tree.unflatten(jax.tree.structure(frozen), map(placed, jax.tree.leaves(frozen), kinds))
 
 
 def step_peaks(
@@ -96,8 +111,11 @@ def step_peaks(
     spec = StepSpec.of(config, tower=vision)
     model = cost.abstract_model(config_from_hf(hf), spec.model)
     parts = cost.step_cost(model, spec)
-    step_plan = StepPlan(parse_plan(plan, layers, parts.layers.all_residuals)[0], 1, 2**26 // parts.shape.vocab_size)
-    step_plan = step_plan.at(transposed_codes=parts.movables["transposed_codes"].able)
+    residuals, counted = parse_plan(plan, layers, parts.layers.all_residuals)
+    step_plan = StepPlan(residuals, 1, 2**26 // parts.shape.vocab_size)
+    streamed = counted.get(Streamed.word, 0)
+    keeps = parts.movables["transposed_codes"].able and not streamed
+    step_plan = step_plan.at(transposed_codes=keeps, **{Streamed.word: streamed})
     parts = parts.placed(step_plan.moved)
     schedule = learning_rate_schedule(config.schedule, 1e-4, 10)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -119,8 +137,7 @@ def step_peaks(
     def placed(tree):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
 
-    frozen = placed(frozen)
-    frozen = finished(frozen, step_plan)
+    frozen = finished(placed_frozen(Streamed.declared(model, frozen, streamed), target, where), step_plan)
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, state.trainable))
     batch, index = placed(_batch(rows, length, patches)), placed(jax.ShapeDtypeStruct((), jnp.int32))

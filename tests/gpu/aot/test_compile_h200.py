@@ -16,13 +16,13 @@ from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.lora import get_peft_model
-from jaxtune.models.placement.streams import memory_kinds
 from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.engine.xla_options import compiler_options
 from jaxtune.train.planning.movables.streamed import Streamed
 from jaxtune.train.program.step import StepProgram
+from tests.gpu.aot.compiled_step import placed_frozen
 from tests.gpu.aot.target import H200
 
 ROWS, LENGTH = 8, 2048
@@ -81,19 +81,15 @@ def programs(
     """(lowered accumulate, lowered update, bytes of accumulate's arguments) for one H200."""
     model = make_model(layers, four_bit)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    frozen = Streamed.declared(model, frozen, streamed)
     schedule = optax.constant_schedule(1e-4)
     residuals = ResidualPlan.uniform(PLANS[plan], layers)
     program = StepProgram(graph, optax.adamw(schedule), schedule, plan=residuals, max_documents=max_documents)
     where = H200.sharding()
+    frozen = placed_frozen(Streamed.declared(model, frozen, streamed), H200, where)
 
-    def placed(tree, kind=None):
-        sharding = where if kind is None else H200.on_host(where)
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
 
-    variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    kinds = [kind for variable in variables for kind in memory_kinds(variable)]
-    frozen = jax.tree.unflatten(jax.tree.structure(frozen), map(placed, jax.tree.leaves(frozen), kinds))
     state = placed(jax.eval_shape(lambda t: program.init(t, 0), trainable))
     sums = placed(jax.eval_shape(program.zero_sums, trainable))
     batch = placed(Batch.empty(TOKENS // length, length))

@@ -18,7 +18,7 @@ from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition, streams
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.movables.movable import Movable, Outcome
-from jaxtune.train.planning.parts import ARRIVING, FROZEN, StepParts
+from jaxtune.train.planning.parts import FROZEN, StepParts
 from jaxtune.train.planning.step_spec import StepSpec
 
 
@@ -32,12 +32,14 @@ class Streamed(Movable):
     last_resort = True
 
     layer_bytes: tuple[float, ...] = ()  # frozen, of each layer
+    one_piece: float = 0.0  # of a layer's bytes, the share of its largest matrix
 
     @classmethod
     def of(cls, model: Decoder, states: optax.OptState, spec: StepSpec) -> Streamed:
         if not has_adapter(model) or spec.mesh_shape.size > 1 or spec.generates or spec.rounds or spec.keeps_model:
             return cls()
-        return cls(tuple(sum(map(streams.streamed_bytes, _frozen(layer))) for layer in model.layers))
+        matrices = [[*map(streams.streamed_bytes, _frozen(layer))] for layer in model.layers]
+        return cls(tuple(map(sum, matrices)), max(max(sizes) / max(sum(sizes), 1.0) for sizes in matrices))
 
     @property
     def able(self) -> bool:
@@ -55,15 +57,19 @@ class Streamed(Movable):
     def _bytes(self, level: int) -> float:
         return sum(self.layer_bytes[layer] for layer in streams.streamed_layers(level, len(self.layer_bytes)))
 
+    def _arriving(self, own: float, following: float) -> tuple[float, float, float]:
+        """Moved.streaming. Experts come nearly at once: one array has most of them, and is copied in one piece."""
+        return own, following, following if self.one_piece > 0.5 else 0.0
+
     def placed[P: StepParts](self, costs: P, level: int) -> P:
-        size = self._bytes(level)
+        size, largest = self._bytes(level), max(self.layer_bytes)
         more = size - self._bytes(costs.level(self.word))
         fixed = {**costs.fixed, FROZEN: costs.fixed[FROZEN] - more}
-        fixed[ARRIVING] = min(2 * max(self.layer_bytes), size) if level else 0.0
         moved = dataclasses.replace(
             costs.moved,
             pinned_bytes=costs.moved.pinned_bytes + more,
             link_bytes=costs.moved.link_bytes + more / costs.shape.num_layers,
+            streaming=self._arriving(min(largest, size), min(largest, size - min(largest, size))),
         )
         return dataclasses.replace(costs, fixed=fixed, moved=moved)
 
