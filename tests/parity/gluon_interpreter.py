@@ -95,9 +95,17 @@ class Shared:
     def permute(self, order) -> Shared:
         return Shared(self.numbers.transpose(order))
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.numbers[start : start + length])
+
     def load(self, layout) -> Tensor:
         del layout
         return Tensor(self.numbers.copy())
+
+    def store(self, tile: Tensor) -> None:
+        self.numbers[...] = tile.numbers
+
+    shape = property(lambda self: self.numbers.shape)
 
 
 class Launch:
@@ -145,10 +153,10 @@ class Launch:
 
 
 def _mma(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
-    """One float32 sum over ascending columns, 16 at a time."""
+    """One float32 sum over ascending columns, 16 at a time, of each pair of matrices."""
     a, b, total = left.numbers.astype(np.float64), right.numbers.astype(np.float64), sums.numbers
-    for start in range(0, a.shape[1], 16):
-        total = (total + a[:, start : start + 16] @ b[start : start + 16]).astype(np.float32)
+    for start in range(0, a.shape[-1], 16):
+        total = (total + a[..., start : start + 16] @ b[..., start : start + 16, :]).astype(np.float32)
     return Tensor(total)
 
 

@@ -27,15 +27,11 @@ _FEW_TOKENS = 8  # the columns that tensor cores multiply at least
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is divided among programs."""
+    """How a product is divided among programs, each of RANGES warps."""
 
-    warps: int  # of a program, each with 16 rows of the weights
-    depth: int  # columns of a step
-    stages: int  # steps read ahead
-
-    @property
-    def rows(self) -> int:
-        return 16 * self.warps
+    rows: int  # of out, of a program, 16 or 32
+    depth: int  # columns of a step of each range
+    stages: int  # steps read ahead, and the one that is multiplied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +43,15 @@ class Coding:
     stride: int = 1  # 0: all rows share a scale, or one of the tensor's
 
 
-TILES = {"few": Tile(1, 128, 8), "many": Tile(2, 128, 8)}
+# Each has a sum of its own, whose bits depend on nothing else than the weight and x's row.
+RANGES = 4
+# By whether 8 rows of x or fewer are multiplied, and whether with an activation, as measured on an H200.
+TILES = {
+    (True, False): Tile(16, 128, 4),
+    (True, True): Tile(16, 128, 3),
+    (False, False): Tile(16, 128, 4),
+    (False, True): Tile(16, 128, 3),
+}
 
 
 def coding(weight: jax.Array | Stored) -> Coding | None:
@@ -65,14 +69,9 @@ def coding(weight: jax.Array | Stored) -> Coding | None:
     return Coding("MXFP4") if isinstance(weight, MXFP4) else None
 
 
-def tile_of(tokens: int, rows: int, activation: str | None) -> Tile:
-    """tokens: rows of x. rows: of all weights, or of gate and up each."""
-    return TILES["few" if tokens <= _FEW_TOKENS else "many"]
-
-
-def _tile_of(tokens: int, weights: Sequence[Stored], activation: str | None) -> Tile:
-    rows = sum(weight.shape[0] for weight in weights)
-    return tile_of(tokens, rows // 2 if activation else rows, activation)
+def tile_of(tokens: int, activation: str | None) -> Tile:
+    """tokens: rows of x."""
+    return TILES[tokens <= _FEW_TOKENS, activation is not None]
 
 
 def few_products(x: jax.Array, weights: Mapping[int, jax.Array | Stored]) -> dict[int, jax.Array]:
@@ -106,7 +105,7 @@ def few_product(x: jax.Array, weights: Sequence[jax.Array | Stored], activation:
         return None
     if refusal(stored, x.dtype, len(x), activation) is not None:
         return None
-    return _multiplied(x, stored, _tile_of(len(x), stored, activation), activation)
+    return _multiplied(x, stored, tile_of(len(x), activation), activation)
 
 
 def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | None = None) -> str | None:
@@ -122,15 +121,16 @@ def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | Non
     if kind is None or dtype != jnp.bfloat16 or len(weights) > MOST_WEIGHTS or not 1 <= tokens <= MOST_ROWS:
         names = ", ".join(type(weight).__name__ for weight in weights)
         return f"{tokens} rows in {jnp.dtype(dtype).name}, weights {names}; 1 to {MOST_ROWS} in bfloat16"
-    tile = _tile_of(tokens, weights, activation)
+    tile = tile_of(tokens, activation)
     rows = 128 if kind.name == "FP8_TILES" else tile.rows
-    if any(weight.shape[0] % rows or weight.shape[1] % tile.depth for weight in weights):
+    depth = RANGES * tile.depth
+    if any(weight.shape[0] % rows or weight.shape[1] % depth for weight in weights):
         shapes = ", ".join(str(weight.shape) for weight in weights)
-        return f"weights {shapes}; multiples of {rows} and {tile.depth}"
+        return f"weights {shapes}; multiples of {rows} and {depth}"
 
     def compare():
         draw = np.random.default_rng(0)
-        columns = tile.depth * (tile.stages + 2)
+        columns = depth * (tile.stages + 2)
         sizes = (2, 2) if activation else (2, 1, 3)
         small = [small_like(weight, (size * rows, columns), draw) for weight, size in zip(weights, sizes, strict=False)]
         x = jnp.asarray(draw.standard_normal((tokens, columns)), dtype)
@@ -162,7 +162,7 @@ def products(x: jax.Array, weights: Sequence[Stored]) -> tuple[jax.Array, ...]:
 
     x: [1 to 16, in] bfloat16. weights: [out_i, in] each, all with the same `coding`.
     """
-    return _products(x, weights, _tile_of(len(x), weights, None))
+    return _products(x, weights, tile_of(len(x), None))
 
 
 def _products(x, weights: Sequence[Stored], tile: Tile) -> tuple[jax.Array, ...]:
@@ -187,7 +187,7 @@ def _multiplied(x, weights: Sequence[Stored], tile: Tile, activation: str | None
         (x, *(array for column in columns for array in column)),
         (jax.ShapeDtypeStruct((tokens, width), x.dtype),),
         (width // tile.rows,),
-        warps=tile.warps,
+        warps=RANGES,
         stages=1,
         COUNT=tokens,
         INNER=inner,
@@ -198,10 +198,10 @@ def _multiplied(x, weights: Sequence[Stored], tile: Tile, activation: str | None
         FORMAT=getattr(coded_kernels, kind.name),
         DIVIDES=int(kind.divides),
         STRIDE=kind.stride,
+        RANGES=RANGES,
         ROWS=tile.rows,
         DEPTH=tile.depth,
         TOKENS=_FEW_TOKENS if tokens <= _FEW_TOKENS else MOST_ROWS,
-        WARPS=tile.warps,
         STAGES=tile.stages,
         **absent,
     )

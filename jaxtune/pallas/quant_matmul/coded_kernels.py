@@ -1,10 +1,11 @@
-"""The kernel that multiplies a few rows by weights in eight or four bits, decoded to 16 bits in registers, in Gluon, the
-language of Triton in which one chooses each tensor's layout.
+"""The kernel that multiplies a few rows by weights in eight or four bits, decoded to 16 bits in registers, in Gluon,
+the language of Triton in which one chooses each tensor's layout.
 
-Each element of the product is one float32 sum over ascending columns, 16 at a time, which are the steps of the tensor
-cores: the sum that a product with the decoded weight has. The order within 16 columns does not matter. So a lane takes
-4 that follow each other, a word of codes, and no number changes its lane between shared memory and the tensor cores.
-While these add up a step, the numbers of the next one are decoded: their sums wait for each other, 33 cycles each.
+Each element of the product is the sum of RANGES float32 sums, in ascending order, of which each is over the ascending
+columns of its range, 16 at a time (the steps of the tensor cores). The order within 16 columns does not matter. So a
+lane takes 4 that follow each other, a word of codes, and no number changes its lane between shared memory and the
+tensor cores. A warp has a range: a weight of few rows has too few warps else, and a tensor core's sums wait for each
+other.
 """
 
 from triton.experimental import gluon
@@ -78,18 +79,17 @@ _NV_PTX, _MX_PTX, _QUOTIENT_PTX = map(gl.constexpr, (e2m1_ptx(True), e2m1_ptx(Fa
 
 
 @gluon.constexpr_function
-def _words_layout(rows, groups, warps):
-    """[rows, groups, 4] words of four columns as a left operand has them: lane 4 q + t has word t of each group, of the
-    rows q and q + 8 of a warp's 16.
+def _words_layout(ranges, rows, groups):
+    """[ranges, rows, groups, 4] words of four columns as a left operand has them: a warp has a range, and lane 4 q + t
+    word t of each group, of the rows q and q + 8 of each 16.
     """
     return gl.DistributedLinearLayout(
-        [[0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
-        + [[8, 0, 0]]
-        + [[(16 * warps) << i, 0, 0] for i in range((rows // (16 * warps)).bit_length() - 1)],
-        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16 << i, 0, 0] for i in range(warps.bit_length() - 1)],
+        [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
+        + [[0, 8 << i, 0, 0] for i in range((rows // 8).bit_length() - 1)],
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1 << i, 0, 0, 0] for i in range(ranges.bit_length() - 1)],
         [],
-        [rows, groups, 4],
+        [ranges, rows, groups, 4],
     )
 
 
@@ -101,24 +101,28 @@ def _halves(word):
 
 @gluon.jit
 def _of_two_rows(tile):
-    """[rows, a, b] -> two of [rows / 16, 8, a, b]: of each 16 rows the first and the last 8."""
-    R: gl.constexpr = tile.shape[0]
-    A: gl.constexpr = tile.shape[1]
-    B: gl.constexpr = tile.shape[2]
-    return gl.split(tile.reshape([R // 16, 2, 8, A, B]).permute([0, 2, 3, 4, 1]))
+    """[ranges, rows, a, b] -> two of [ranges, rows / 16, 8, a, b]: of each 16 rows the first and the last 8."""
+    RANGES: gl.constexpr = tile.shape[0]
+    ROWS: gl.constexpr = tile.shape[1]
+    A: gl.constexpr = tile.shape[2]
+    B: gl.constexpr = tile.shape[3]
+    return gl.split(tile.reshape([RANGES, ROWS // 16, 2, 8, A, B]).permute([0, 1, 3, 4, 5, 2]))
 
 
 @gluon.jit
 def _rows_again(first, last):
-    R: gl.constexpr = 16 * first.shape[0]
-    A: gl.constexpr = first.shape[2]
-    B: gl.constexpr = first.shape[3]
-    return gl.join(first, last).permute([0, 4, 1, 2, 3]).reshape([R, A, B])
+    RANGES: gl.constexpr = first.shape[0]
+    ROWS: gl.constexpr = 16 * first.shape[1]
+    A: gl.constexpr = first.shape[3]
+    B: gl.constexpr = first.shape[4]
+    return gl.join(first, last).permute([0, 1, 5, 2, 3, 4]).reshape([RANGES, ROWS, A, B])
 
 
 @gluon.jit
 def _decoded(words, factors, FORMAT: gl.constexpr, MMA: gl.constexpr):
-    """Left operand [rows, columns] of words [rows, groups, 4]. factors: float32[rows, 1 or groups, 1]."""
+    """Left operand [ranges, rows, columns] of words [ranges, rows, groups, 4]. factors: float32[ranges, rows, 1 or
+    groups, 1].
+    """
     if FORMAT < _NVFP4:
         PTX: gl.constexpr = _INT8_PTX if FORMAT == _INT8 else _FP8_PTX
         pair, second_pair = gl.inline_asm_elementwise(
@@ -137,33 +141,45 @@ def _decoded(words, factors, FORMAT: gl.constexpr, MMA: gl.constexpr):
             pack=1,
         )
         pair, second_pair = _rows_again(first, last), _rows_again(second, second_last)
-    ROWS: gl.constexpr = words.shape[0]
-    DEPTH: gl.constexpr = words.shape[1] * 16
+    RANGES: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    DEPTH: gl.constexpr = words.shape[2] * 16
     a, b = _halves(pair)
     c, d = _halves(second_pair)
-    tile = gl.join(gl.join(a, b), gl.join(c, d)).permute([0, 1, 4, 2, 3]).reshape([ROWS, DEPTH])
+    tile = gl.join(gl.join(a, b), gl.join(c, d)).permute([0, 1, 2, 5, 3, 4]).reshape([RANGES, ROWS, DEPTH])
     return gl.convert_layout(tile, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
-def _right(tile, MMA: gl.constexpr):
-    """Columns of x [columns, tokens], of which a lane has 4 that follow each other, as a right operand."""
-    DEPTH: gl.constexpr = tile.shape[0]
-    TOKENS: gl.constexpr = tile.shape[1]
-    tile = tile.reshape([DEPTH // 16, 4, 2, 2, TOKENS]).permute([0, 2, 1, 3, 4]).reshape([DEPTH, TOKENS])
-    return gl.convert_layout(tile, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+def _columns_of(x_ring, slot, TOKENS: gl.constexpr, MMA: gl.constexpr):
+    """Right operand [ranges, columns, TOKENS] of x's in shared memory, [ranges, TOKENS, columns], or [ranges, columns]
+    of a single row, which stands for all then. A lane has 4 columns that follow each other.
+    """
+    WIDE: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    columns = x_ring.index(slot)
+    if len(columns.shape) == 2:
+        tile = columns.load(gl.SliceLayout(2, WIDE))[:, :, None]
+        ONE: gl.constexpr = tile.shape[0]
+        ROW: gl.constexpr = tile.shape[1]
+        tile = gl.broadcast(tile, gl.full([ONE, ROW, TOKENS], 0.0, tile.dtype, WIDE))[0]
+    else:
+        tile = columns.permute([0, 2, 1]).load(WIDE)
+    RANGES: gl.constexpr = tile.shape[0]
+    DEPTH: gl.constexpr = tile.shape[1]
+    tile = tile.reshape([RANGES, DEPTH // 16, 4, 2, 2, TOKENS]).permute([0, 1, 3, 2, 4, 5])
+    return gl.convert_layout(tile.reshape([RANGES, DEPTH, TOKENS]), gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
 def _factors(stored, tensor, inverse, FORMAT: gl.constexpr, DIVIDES: gl.constexpr):
-    """What the codes of a step are multiplied by, of scales [rows, groups]. tensor, inverse: of NVFP4, 64 times the
-    tensor's scale or, with DIVIDES, 1/64 of it, and 1 by that.
+    """What the codes of a step are multiplied by, of scales [ranges, rows, groups]. tensor, inverse: of NVFP4, 64 times
+    the tensor's scale or, with DIVIDES, 1/64 of it, and 1 by that.
     """
     if FORMAT < _NVFP4:
-        return stored[:, :, None]
+        return stored[:, :, :, None]
     elif FORMAT == _MXFP4:
         exponents = stored.to(gl.int32)
-        return gl.where(exponents == 0, 0x00400000, exponents << 23).to(gl.float32, bitcast=True)[:, :, None]
+        return gl.where(exponents == 0, 0x00400000, exponents << 23).to(gl.float32, bitcast=True)[:, :, :, None]
     elif DIVIDES:
         return gl.inline_asm_elementwise(
             _QUOTIENT_PTX,
@@ -172,9 +188,9 @@ def _factors(stored, tensor, inverse, FORMAT: gl.constexpr, DIVIDES: gl.constexp
             dtype=gl.float32,
             is_pure=True,
             pack=1,
-        )[:, :, None]
+        )[:, :, :, None]
     else:
-        return (stored.to(gl.float32) * tensor)[:, :, None]
+        return (stored.to(gl.float32) * tensor)[:, :, :, None]
 
 
 @gluon.jit
@@ -199,10 +215,10 @@ def coded_kernel(
     FORMAT: gl.constexpr,
     DIVIDES: gl.constexpr,
     STRIDE: gl.constexpr,
+    RANGES: gl.constexpr,
     ROWS: gl.constexpr,
     DEPTH: gl.constexpr,
     TOKENS: gl.constexpr,
-    WARPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """out [COUNT, FIRST + SECOND + THIRD] = x W^T, W being the weights first [FIRST, INNER], second and third one below
@@ -212,23 +228,21 @@ def coded_kernel(
       first, second, third: codes.
       first_scales, second_scales, third_scales: of rows, tiles or blocks, e4m3 for NVFP4, exponents for MXFP4.
       first_tensor, second_tensor, third_tensor: float32 of NVFP4, one or one for each row.
-      COUNT: rows of x, at most TOKENS, 8 or 16. INNER: a multiple of DEPTH, and more than STAGES times it.
+      COUNT: rows of x, at most TOKENS, 8 or 16. INNER: a multiple of RANGES times DEPTH.
       ACTIVATION: 1: silu; 2: tanh approximation of gelu; 0: none.
       DIVIDES: block scales are divided by the tensor's. STRIDE: 0: one scale (of NVFP4's tensors) for all rows.
-      ROWS: of out, of a program, 16 for each of WARPS or multiples; it divides the weights'.
+      RANGES: of the columns, as many as warps. ROWS: of out, of a program, 16 or multiples; it divides the weights'.
     """
     DTYPE: gl.constexpr = x.dtype.element_ty
     ALL: gl.constexpr = 2 * ROWS if ACTIVATION else ROWS  # rows of weights; the second half of them is up's
     GROUPS: gl.constexpr = DEPTH // 16
+    RANGE: gl.constexpr = INNER // RANGES
+    STEPS: gl.constexpr = RANGE // DEPTH
     BITS: gl.constexpr = 4 if FORMAT >= _NVFP4 else 8
     VECTOR: gl.constexpr = 32 // BITS  # words of 16 bytes
     ACROSS: gl.constexpr = min(32, DEPTH * BITS // 128)  # lanes that copy a row
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
-    WORDS: gl.constexpr = _words_layout(ALL, GROUPS, WARPS)
-    COPY: gl.constexpr = gl.BlockedLayout(
-        [max(1, ALL * ACROSS // (32 * WARPS)), VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0]
-    )
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [RANGES, 1, 1], [1, 16, 8])
+    WORDS: gl.constexpr = _words_layout(RANGES, ALL, GROUPS)
     begin = gl.program_id(0) * ROWS
     codes, scales, tensor, first_row = first, first_scales, first_tensor, begin
     if not ACTIVATION:
@@ -239,87 +253,109 @@ def coded_kernel(
             if begin >= FIRST + SECOND:
                 codes, scales, tensor, first_row = third, third_scales, third_tensor, begin - FIRST - SECOND
 
-    row = gl.arange(0, ALL, gl.SliceLayout(1, COPY))[:, None]
-    column = gl.arange(0, DEPTH // 4, gl.SliceLayout(0, COPY))[None, :]
-    WORD: gl.constexpr = gl.int16 if BITS == 4 else gl.int32
-    lines = codes.to(gl.pointer_type(WORD), bitcast=True) + (first_row + row % ROWS).to(gl.int64) * (INNER // 4)
-    if ACTIVATION:
-        up_lines = second.to(gl.pointer_type(WORD), bitcast=True) + (begin + row % ROWS).to(gl.int64) * (INNER // 4)
-        lines = gl.where(row < ROWS, lines, up_lines)
-    lines = gl.max_contiguous(gl.multiple_of(lines + column, [1, 16]), [1, VECTOR])
-    ring = gl.allocate_shared_memory(
-        WORD,
-        [STAGES, ALL, DEPTH // 4],
-        gl.SwizzledSharedLayout(VECTOR, max(1, 8 // ACROSS), min(8, ACROSS), [1, 0]),
+    COPY: gl.constexpr = gl.BlockedLayout(
+        [1, max(1, ALL * ACROSS // 32), VECTOR], [1, 32 // ACROSS, ACROSS], [RANGES, 1, 1], [2, 1, 0]
     )
-    X_ACROSS: gl.constexpr = min(32, DEPTH // 8)
-    X_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [32 // X_ACROSS, X_ACROSS], [WARPS, 1], [1, 0])
-    token = gl.arange(0, TOKENS, gl.SliceLayout(1, X_COPY))[:, None]
-    x_column = gl.arange(0, DEPTH, gl.SliceLayout(0, X_COPY))[None, :]
-    x_lines = gl.max_contiguous(gl.multiple_of(x + token * INNER + x_column, [1, 16]), [1, 8])
-    x_real = (token < COUNT) & (x_column >= 0)
-    x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, DEPTH], gl.SwizzledSharedLayout(16, 1, 4, [1, 0]))
-    for index in gl.static_range(STAGES):
-        _copy(ring.index(index), lines + index * (DEPTH // 4))
-        _copy(x_ring.index(index), x_lines + index * DEPTH, mask=x_real)
+    part = gl.arange(0, RANGES, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    row = gl.arange(0, ALL, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+    word = gl.arange(0, DEPTH // 4, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    WORD: gl.constexpr = gl.int16 if BITS == 4 else gl.int32
+    offsets = (first_row + row % ROWS).to(gl.int64) * (INNER // 4) + part * (RANGE // 4) + word
+    lines = codes.to(gl.pointer_type(WORD), bitcast=True) + offsets
+    if ACTIVATION:
+        lines = gl.where(row < ROWS, lines, second.to(gl.pointer_type(WORD), bitcast=True) + offsets)
+    lines = gl.max_contiguous(gl.multiple_of(lines, [1, 1, 16]), [1, 1, VECTOR])
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, max(1, 8 // ACROSS), min(8, ACROSS), [2, 1, 0])
+    ring = gl.allocate_shared_memory(WORD, [STAGES, RANGES, ALL, DEPTH // 4], SWIZZLED)
+    if COUNT == 1:
+        X_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [RANGES, 1], [1, 0])
+        x_part = gl.arange(0, RANGES, gl.SliceLayout(1, X_ROW))[:, None]
+        column = gl.arange(0, DEPTH, gl.SliceLayout(0, X_ROW))[None, :]
+        x_lines = gl.max_contiguous(gl.multiple_of(x + x_part * RANGE + column, [1, 16]), [1, 8])
+        x_real = None
+        x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, RANGES, DEPTH], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+    else:
+        X_ACROSS: gl.constexpr = min(32, DEPTH // 8)
+        X_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // X_ACROSS, X_ACROSS], [RANGES, 1, 1], [2, 1, 0])
+        x_part = gl.arange(0, RANGES, gl.SliceLayout(1, gl.SliceLayout(2, X_COPY)))[:, None, None]
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, X_COPY)))[None, :, None]
+        column = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(1, X_COPY)))[None, None, :]
+        x_lines = x + token * INNER + x_part * RANGE + column
+        x_lines = gl.max_contiguous(gl.multiple_of(x_lines, [1, 1, 16]), [1, 1, 8])
+        x_real = token < COUNT
+        x_ring = gl.allocate_shared_memory(
+            DTYPE, [STAGES, RANGES, TOKENS, DEPTH], gl.SwizzledSharedLayout(16, 1, 4, [2, 1, 0])
+        )
+    for index in gl.static_range(STAGES - 1):
+        if index < STEPS:
+            _copy(ring.index(index), lines + index * (DEPTH // 4))
+            _copy(x_ring.index(index), x_lines + index * DEPTH, mask=x_real)
         async_copy.commit_group()
 
-    # Scales [ALL, groups] of a step, or [ALL, 1] of rows, which do not change.
-    w_row = gl.arange(0, ALL, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None]
-    group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :]
+    # Scales [RANGES, ALL, groups] of a step, or [.., .., 1] of rows, which do not change.
+    OF_SCALES: gl.constexpr = gl.SliceLayout(3, WORDS)
+    w_part = gl.arange(0, RANGES, gl.SliceLayout(1, gl.SliceLayout(2, OF_SCALES)))[:, None, None]
+    w_row = gl.arange(0, ALL, gl.SliceLayout(0, gl.SliceLayout(2, OF_SCALES)))[None, :, None]
+    group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, OF_SCALES)))[None, None, :]
     own_row = first_row + w_row % ROWS
     PER_ROW: gl.constexpr = FORMAT <= _INT8
     BLOCK: gl.constexpr = 16 if FORMAT == _NVFP4 else (32 if FORMAT == _MXFP4 else 128)
+    SCALES: gl.constexpr = 0 if PER_ROW else DEPTH // BLOCK
     if PER_ROW:
-        offsets = own_row * STRIDE
+        places = own_row * STRIDE + w_part * 0
     else:
         line = own_row // 128 if FORMAT == _FP8_TILES else own_row
-        offsets = line * (INNER // BLOCK) + group * 16 // BLOCK
-    scale_lines = scales + offsets
+        places = line * (INNER // BLOCK) + w_part * (RANGE // BLOCK) + group * 16 // BLOCK
+    scale_lines = scales + places
     if ACTIVATION:
-        scale_lines = gl.where(w_row < ROWS, scale_lines, second_scales + offsets)
+        scale_lines = gl.where(w_row < ROWS, scale_lines, second_scales + places)
+    whole, inverse = 0.0, 0.0
     if FORMAT == _NVFP4:
-        scale_lines = gl.max_contiguous(gl.multiple_of(scale_lines, [1, GROUPS]), [1, GROUPS])
+        scale_lines = gl.max_contiguous(gl.multiple_of(scale_lines, [1, 1, GROUPS]), [1, 1, GROUPS])
         tensor_lines = tensor + own_row * STRIDE
         if ACTIVATION:
             tensor_lines = gl.where(w_row < ROWS, tensor_lines, second_tensor + own_row * STRIDE)
         whole = gl.load(tensor_lines) * (1.0 / 64 if DIVIDES else 64.0)
-        inverse = gl.div_rn(gl.full([ALL, 1], 1.0, gl.float32, whole.type.layout), whole) if DIVIDES else whole
-    else:
-        whole, inverse = 0.0, 0.0
-    STEPS: gl.constexpr = INNER // DEPTH
-    SCALES: gl.constexpr = 0 if PER_ROW else DEPTH // BLOCK
+        inverse = gl.div_rn(gl.full([1, ALL, 1], 1.0, gl.float32, OF_SCALES), whole) if DIVIDES else whole
 
-    factors = _factors(gl.load(scale_lines), whole, inverse, FORMAT, DIVIDES)
-    stored = gl.load(scale_lines + min(1, STEPS - 1) * SCALES)
-    async_copy.wait_group(STAGES - 1)
-    left = _decoded(ring.index(0).reshape([ALL, GROUPS, 4]).load(WORDS), factors, FORMAT, MMA)
-    right = _right(x_ring.index(0).permute([1, 0]).load(RIGHT), MMA)
-    total = gl.full([ALL, TOKENS], 0.0, gl.float32, MMA)
+    stored = gl.load(scale_lines)
+    total = gl.full([RANGES, ALL, TOKENS], 0.0, gl.float32, MMA)
     slot = 0
-    for step in range(STEPS - 1):
-        following = gl.where(slot == STAGES - 1, 0, slot + 1)
-        async_copy.wait_group(STAGES - 2)  # all groups but those of steps after the next
-        words = ring.index(following).reshape([ALL, GROUPS, 4]).load(WORDS)
-        columns = x_ring.index(following).permute([1, 0]).load(RIGHT)
+    for step in range(STEPS):
+        async_copy.wait_group(STAGES - 2)  # all groups but those of later steps
+        words = ring.index(slot).reshape([RANGES, ALL, GROUPS, 4]).load(WORDS)
+        right = _columns_of(x_ring, slot, TOKENS, MMA)
+        factors = _factors(stored, whole, inverse, FORMAT, DIVIDES)
         if not PER_ROW:
-            factors = _factors(stored, whole, inverse, FORMAT, DIVIDES)
-            stored = gl.load(scale_lines + gl.minimum(step + 2, STEPS - 1) * SCALES)
-        if step + STAGES < STEPS:
-            _copy(ring.index(slot), lines + (step + STAGES) * (DEPTH // 4))
-            _copy(x_ring.index(slot), x_lines + (step + STAGES) * DEPTH, mask=x_real)
+            stored = gl.load(scale_lines + gl.minimum(step + 1, STEPS - 1) * SCALES)
+        if step + (STAGES - 1) < STEPS:
+            free = gl.where(slot == 0, STAGES - 1, slot - 1)
+            _copy(ring.index(free), lines + (step + (STAGES - 1)) * (DEPTH // 4))
+            _copy(x_ring.index(free), x_lines + (step + (STAGES - 1)) * DEPTH, mask=x_real)
         async_copy.commit_group()
-        total = mma_v2(left, right, total)
-        left, right, slot = _decoded(words, factors, FORMAT, MMA), _right(columns, MMA), following
-    total = mma_v2(left, right, total)
+        total = mma_v2(_decoded(words, factors, FORMAT, MMA), right, total)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    async_copy.wait_group(0)
 
-    target = begin + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))[:, None]
-    column = gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))[None, :]
+    END: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [RANGES, 1], [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [RANGES * ALL, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums.store(total.reshape([RANGES * ALL, TOKENS]))
+    result = _added(sums, 0, ROWS, ALL, RANGES, END)
     if ACTIVATION:
-        gate, up = gl.split(total.to(DTYPE).to(gl.float32).reshape([2, ROWS, TOKENS]).permute([1, 2, 0]))
-        total = _activated_in_steps(gate, ACTIVATION, DTYPE) * up
-        total = gl.convert_layout(total, MMA, assert_trivial=True)
-        WIDTH: gl.constexpr = FIRST
-    else:
-        WIDTH: gl.constexpr = FIRST + SECOND + THIRD
-    gl.store(out + column * WIDTH + target, total.to(DTYPE), mask=column < COUNT)
+        up = _added(sums, ROWS, ROWS, ALL, RANGES, END).to(DTYPE).to(gl.float32)
+        result = _activated_in_steps(result.to(DTYPE).to(gl.float32), ACTIVATION, DTYPE) * up
+    WIDTH: gl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
+    target = begin + gl.arange(0, ROWS, gl.SliceLayout(1, END))[:, None]
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, END))[None, :]
+    gl.store(out + token * WIDTH + target, result.to(DTYPE), mask=token < COUNT)
+
+
+@gluon.jit
+def _added(
+    sums, START: gl.constexpr, ROWS: gl.constexpr, ALL: gl.constexpr, RANGES: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Rows START to START + ROWS of all ranges' sums [RANGES x ALL, tokens], added in ascending order."""
+    result = sums.slice(START, ROWS).load(LAYOUT)
+    for index in gl.static_range(1, RANGES):
+        result += sums.slice(START + index * ALL, ROWS).load(LAYOUT)
+    return result
