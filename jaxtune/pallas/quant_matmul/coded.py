@@ -29,7 +29,7 @@ _FEW_TOKENS = 8  # the columns that tensor cores multiply at least
 class Tile:
     """How a product is divided among programs, each of RANGES warps."""
 
-    rows: int  # of out, of a program, 16 or 32
+    rows: int  # of out, of a program: 16, or 8 with an activation, or multiples
     depth: int  # columns of a step of each range
     stages: int  # steps read ahead, and the one that is multiplied
 
@@ -43,15 +43,10 @@ class Coding:
     stride: int = 1  # 0: all rows share a scale, or one of the tensor's
 
 
-# Each has a sum of its own, whose bits depend on nothing else than the weight and x's row.
-RANGES = 4
-# By whether 8 rows of x or fewer are multiplied, and whether with an activation, as measured on an H200.
-TILES = {
-    (True, False): Tile(16, 128, 4),
-    (True, True): Tile(16, 128, 3),
-    (False, False): Tile(16, 128, 4),
-    (False, True): Tile(16, 128, 3),
-}
+RANGES = 4  # of the columns, each with a sum of its own; an element's bits depend on it, so it is the same for all rows
+# For up to _FEW_TOKENS rows of x, with an activation, and for more, with one; as measured on an H200.
+_PLAIN, _GATED, _PLAIN_MANY, _GATED_MANY = Tile(16, 128, 4), Tile(8, 128, 4), Tile(16, 128, 4), Tile(16, 128, 3)
+_DEEP = Tile(16, 256, 3)  # for few rows of x and weights in NVFP4 whose columns it divides
 
 
 def coding(weight: jax.Array | Stored) -> Coding | None:
@@ -69,9 +64,14 @@ def coding(weight: jax.Array | Stored) -> Coding | None:
     return Coding("MXFP4") if isinstance(weight, MXFP4) else None
 
 
-def tile_of(tokens: int, activation: str | None) -> Tile:
-    """tokens: rows of x."""
-    return TILES[tokens <= _FEW_TOKENS, activation is not None]
+def tile_of(weight: Stored, tokens: int, activation: str | None) -> Tile:
+    """weight: one of a call. tokens: rows of x."""
+    few = tokens <= _FEW_TOKENS
+    if activation is not None:
+        return _GATED if few else _GATED_MANY
+    if few and isinstance(weight, NVFP4) and weight.shape[1] % (RANGES * _DEEP.depth) == 0:
+        return _DEEP
+    return _PLAIN if few else _PLAIN_MANY
 
 
 def few_products(x: jax.Array, weights: Mapping[int, jax.Array | Stored]) -> dict[int, jax.Array]:
@@ -105,7 +105,7 @@ def few_product(x: jax.Array, weights: Sequence[jax.Array | Stored], activation:
         return None
     if refusal(stored, x.dtype, len(x), activation) is not None:
         return None
-    return _multiplied(x, stored, tile_of(len(x), activation), activation)
+    return _multiplied(x, stored, tile_of(stored[0], len(x), activation), activation)
 
 
 def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | None = None) -> str | None:
@@ -121,8 +121,8 @@ def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | Non
     if kind is None or dtype != jnp.bfloat16 or len(weights) > MOST_WEIGHTS or not 1 <= tokens <= MOST_ROWS:
         names = ", ".join(type(weight).__name__ for weight in weights)
         return f"{tokens} rows in {jnp.dtype(dtype).name}, weights {names}; 1 to {MOST_ROWS} in bfloat16"
-    tile = tile_of(tokens, activation)
-    rows = 128 if kind.name == "FP8_TILES" else tile.rows
+    tile = tile_of(weights[0], tokens, activation)
+    rows = 128 if kind.name == "FP8_TILES" else max(16, tile.rows)
     depth = RANGES * tile.depth
     if any(weight.shape[0] % rows or weight.shape[1] % depth for weight in weights):
         shapes = ", ".join(str(weight.shape) for weight in weights)
@@ -162,7 +162,7 @@ def products(x: jax.Array, weights: Sequence[Stored]) -> tuple[jax.Array, ...]:
 
     x: [1 to 16, in] bfloat16. weights: [out_i, in] each, all with the same `coding`.
     """
-    return _products(x, weights, tile_of(len(x), None))
+    return _products(x, weights, tile_of(weights[0], len(x), None))
 
 
 def _products(x, weights: Sequence[Stored], tile: Tile) -> tuple[jax.Array, ...]:

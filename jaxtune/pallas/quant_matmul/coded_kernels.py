@@ -23,7 +23,7 @@ _REGISTERS = "{ .reg .b16 half<2>, part<2>; .reg .b32 low, high, sign, word, oth
 
 
 def _e4m3_ptx(word: str, scale: str, targets: tuple[str, str], factor: str | None = None) -> list[str]:
-    """Four e4m3 codes of a word times a float32, to four bfloat16 in two words. factor: of the codes, as two float16."""
+    """Four e4m3 codes of a word times a float32, to four bfloat16. factor: of the codes, as two float16."""
     lines = [f"mov.b32 {{half0, half1}}, {word};"]
     for i, target in enumerate(targets):
         lines.append(f"cvt.rn.f16x2.e4m3x2 sign, half{i};")
@@ -231,7 +231,8 @@ def coded_kernel(
       COUNT: rows of x, at most TOKENS, 8 or 16. INNER: a multiple of RANGES times DEPTH.
       ACTIVATION: 1: silu; 2: tanh approximation of gelu; 0: none.
       DIVIDES: block scales are divided by the tensor's. STRIDE: 0: one scale (of NVFP4's tensors) for all rows.
-      RANGES: of the columns, as many as warps. ROWS: of out, of a program, 16 or multiples; it divides the weights'.
+      RANGES: of the columns, as many as warps. ROWS: of out, of a program: 16, or 8 with ACTIVATION, or multiples; it
+      divides the weights'.
     """
     DTYPE: gl.constexpr = x.dtype.element_ty
     ALL: gl.constexpr = 2 * ROWS if ACTIVATION else ROWS  # rows of weights; the second half of them is up's
