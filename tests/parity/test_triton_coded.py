@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assembly import assembled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import interpreted
@@ -15,7 +16,8 @@ from triton_interpreter import interpreted
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
-from jaxtune.pallas.quant_matmul import LoraWeights, coded, quant_matmul
+from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.quant_matmul import LoraWeights, coded, few_product, quant_matmul
 
 HOPPER = (9, 0)
 
@@ -73,17 +75,63 @@ def test_products_are_those_of_decoded_weights(name, tokens, sizes, steps, seed)
         near(out, x, weight)
 
 
+def in_order(x, weight):
+    """The product with the decoded weight: a float32 sum of each range of columns, 16 at a time, and the sum of these,
+    all in ascending order.
+    """
+    x, decoded = np.asarray(x, np.float64), np.asarray(weight.decode(jnp.bfloat16), np.float64)
+    result, size = np.zeros((len(x), len(decoded)), np.float32), x.shape[1] // coded.RANGES
+    for begin in range(0, x.shape[1], size):
+        total = np.zeros_like(result)
+        for start in range(begin, begin + size, 16):
+            total = (total + x[:, start : start + 16] @ decoded[:, start : start + 16].T).astype(np.float32)
+        result = total if begin == 0 else result + total
+    return result
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("many_rows", [0, 1 << 20])
-def test_each_tile(name, many_rows, monkeypatch):
-    """A row has the same bits alone and beside others."""
-    monkeypatch.setattr(coded, "_MANY_ROWS", many_rows)
-    weights, x = [FORMATS[name](normal(256, 1024, seed=i, scale=0.05)) for i in (1, 2)], normal(8, 1024)
+@pytest.mark.parametrize("tile", [coded.Tile(16, 128, 4), coded.Tile(32, 128, 2), coded.Tile(16, 256, 3)], ids=str)
+def test_each_tile_keeps_the_order_of_sums(name, tile):
+    """So a row has the same bits alone and beside others."""
+    columns = coded.RANGES * tile.depth * 3
+    weights = [FORMATS[name](normal(128, columns, seed=i, scale=0.05)) for i in (1, 2)]
+    x = normal(16, columns)
     with interpreted(HOPPER):
-        outs, alone = coded.products(x, weights), coded.products(x[5:6], weights)
-    for out, row, weight in zip(outs, alone, weights, strict=True):
-        near(out, x, weight)
-        np.testing.assert_array_equal(out[5:6], row)
+        for rows in (x[5:6], x[:7], x):
+            for out, weight in zip(coded._products(rows, weights, tile), weights, strict=True):
+                np.testing.assert_array_equal(out, in_order(rows, weight).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(
+    tokens=st.integers(1, 16),
+    blocks=st.integers(1, 2),
+    steps=st.integers(1, 3),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=3)
+def test_the_activation_is_that_of_two_products(name, tokens, blocks, steps, activation, seed):
+    """Rounded in the steps in which kernels of 16-bit weights round, within an ulp of exp."""
+    gate, up = (FORMATS[name](normal(128 * blocks, 512 * steps, seed=seed + i, scale=0.05)) for i in (0, 1))
+    x = normal(tokens, 512 * steps, seed=seed + 9)
+    with interpreted(HOPPER):
+        got = few_product(x, [gate, up], activation)
+    gate, up = (jnp.asarray(in_order(x, weight)).astype(jnp.bfloat16) for weight in (gate, up))
+    assert got is not None and got.dtype == jnp.bfloat16
+    want = np.float32(ACTIVATIONS[activation](gate) * up)
+    np.testing.assert_allclose(np.float32(got), want, rtol=2**-6, atol=2e-3)
+
+
+def test_other_gated_products_have_no_such_kernel():
+    gate, up, x = (normal(*shape, seed=i) for i, shape in enumerate([(128, 512), (128, 512), (2, 512)]))
+    with interpreted(HOPPER):
+        assert few_product(x, [gate, up], "silu") is None
+        assert few_product(x, [Int8.encode(gate), FP8.encode(up, ROW)], "silu") is None
+        assert few_product(x, [Int8.encode(gate), Int8.encode(up)], "relu_squared") is None
+        assert few_product(x.astype(jnp.float16), [Int8.encode(gate), Int8.encode(up)], "silu") is None
+        assert few_product(jnp.tile(x, (9, 1)), [Int8.encode(gate), Int8.encode(up)], "silu") is None
+        assert few_product(x, [Int8.encode(gate), Int8.encode(up)], "silu") is not None
 
 
 def test_weights_of_several_kinds_with_adapters_and_biases():
@@ -114,8 +162,8 @@ def test_weights_of_several_kinds_with_adapters_and_biases():
         (HOPPER, 17, jnp.bfloat16, (128, 512), "17 rows"),
         (HOPPER, 0, jnp.bfloat16, (128, 512), "0 rows"),
         (HOPPER, 1, jnp.float16, (128, 512), "float16"),
-        (HOPPER, 1, jnp.bfloat16, (120, 512), "multiples of 16 and 128"),
-        (HOPPER, 1, jnp.bfloat16, (128, 448), "multiples of 16 and 128"),
+        (HOPPER, 1, jnp.bfloat16, (120, 512), "multiples of 16 and 512"),
+        (HOPPER, 1, jnp.bfloat16, (128, 448), "multiples of 16 and 512"),
     ],
 )
 def test_refusals(capability, tokens, dtype, shape, reason):
@@ -126,81 +174,41 @@ def test_refusals(capability, tokens, dtype, shape, reason):
 # ---- assembly, which the interpreter does not run
 
 
-def assembled(ptx: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The registers after inline PTX, computed in numpy; uint32 each, for many threads at a time."""
-    registers = dict(registers)
-
-    def value(operand: str):
-        if operand.startswith(("0x", "0f")):
-            return np.uint32(int(operand[2:], 16))
-        return np.uint32(operand) if operand.isdigit() else registers[operand]
-
-    def number(bits):
-        return np.asarray(bits, np.uint32).view(np.float32)
-
-    def halves(bits):
-        return np.asarray(bits, np.uint32)[..., None].view(jnp.bfloat16).astype(np.float32)
-
-    def permuted(low, high, selector):
-        source = [(bits >> 8 * i) & 255 for bits in (low, high) for i in range(4)]
-        indices = [(selector >> 4 * i) & 15 for i in range(4)]
-        assert all((index < 8).all() for index in indices)
-        return np.stack([np.choose(index, source) << 8 * i for i, index in enumerate(indices)]).sum(0, dtype=np.uint32)
-
-    def bfloat16s(numbers):
-        return np.ascontiguousarray(numbers.astype(jnp.bfloat16)).view(np.uint32)[..., 0]
-
-    operations = {
-        "mov.b32": lambda a: a,
-        "and.b32": lambda a, b: a & b,
-        "or.b32": lambda a, b: a | b,
-        "xor.b32": lambda a, b: a ^ b,
-        "shl.b32": lambda a, b: a << b,
-        "shr.b32": lambda a, b: a >> b,
-        "prmt.b32": permuted,
-        "mul.rn.f32": lambda a, b: (number(a) * number(b)).view(np.uint32),
-        "add.rn.f32": lambda a, b: (number(a) + number(b)).view(np.uint32),
-        "neg.f32": lambda a: (-number(a)).view(np.uint32),
-        # float64 has the product exactly
-        "fma.rn.f32": lambda a, b, c: (
-            (np.float64(number(a)) * number(b) + number(c)).astype(np.float32).view(np.uint32)
-        ),
-        "fma.rn.bf16x2": lambda a, b, c: bfloat16s(halves(a) * halves(b) + halves(c)),
-        "cvt.rn.bf16x2.f32": lambda a, b: bfloat16s(np.stack([number(b), number(a)], -1)),
-    }
-    for line in ptx.replace("{", "").replace("}", "").replace("\n", "").split(";"):
-        operation, _, operands = line.strip().partition(" ")
-        if operation and not operation.startswith(".reg"):
-            target, *sources = (operand.strip() for operand in operands.split(","))
-            registers[target] = operations[operation](*map(value, sources))
-    return registers
-
-
 def test_assembly_decodes_every_word_of_codes():
     from jaxtune.pallas.formats.mxfp4 import TABLE
     from jaxtune.pallas.quant_matmul import coded_kernels
 
     words = np.arange(65536, dtype=np.uint32)
-    codes = np.stack([words >> 4 * i & 15 for i in range(4)], -1)
-    scales = np.random.default_rng(0).normal(size=65536).astype(np.float32)
-    exponents = np.random.default_rng(1).integers(100, 150, 65536).astype(np.uint32)
-    cases = [
-        (coded_kernels.e2m1_ptx(False), scales.view(np.uint32), scales),
-        (coded_kernels.e2m1_ptx(True), exponents << 23 | exponents << 7, np.exp2(exponents - 127.0).astype(np.float32)),
-    ]
-    for ptx, operand, factors in cases:
-        registers = assembled(ptx, {"$2": words, "$3": operand})
-        got = np.stack([registers["$0"], registers["$1"]], -1).view(np.uint16)
-        np.testing.assert_array_equal(got, (TABLE[codes] * factors[:, None]).astype(jnp.bfloat16).view(np.uint16))
+    others = np.random.default_rng(2).permutation(words)
+    scales = np.random.default_rng(0).normal(size=(2, 65536)).astype(np.float32)
+    for scaled in (True, False):
+        factors = scales * np.float32(64) if scaled else scales
+        operands = {"$4": words, "$5": others, "$6": factors[0].view(np.uint32), "$7": factors[1].view(np.uint32)}
+        registers = assembled(coded_kernels.e2m1_ptx(scaled), operands)
+        for index, one in enumerate((words, others)):
+            got = np.stack([registers[f"${2 * index + half}"] for half in range(2)], -1).view(np.uint16)
+            codes = np.stack([one >> 4 * i & 15 for i in range(4)], -1)
+            want = (TABLE[codes] * scales[index][:, None]).astype(jnp.bfloat16)
+            np.testing.assert_array_equal(got, want.view(np.uint16))
 
 
 def test_assembly_decodes_every_byte_and_divides_every_scale():
     from jaxtune.pallas.quant_matmul import coded_kernels
 
-    numbers = np.random.default_rng(0).integers(-128, 128, (4096, 4)).astype(np.int8)
-    registers = assembled(coded_kernels.int8_ptx(), {"$4": numbers.view(np.uint32)[:, 0]})
-    got = np.stack([registers[f"${i}"].view(np.float32) for i in range(4)], -1)
-    np.testing.assert_array_equal(got, numbers.astype(np.float32))
+    draw = np.random.default_rng(0)
+    numbers = draw.integers(-128, 128, (4096, 4)).astype(np.int8)
+    codes = draw.permutation(np.arange(4096, dtype=np.int32) % 256).astype(np.uint8)
+    codes = np.where(codes & 127 == 127, 0, codes).astype(np.uint8).reshape(-1, 4)  # without NaN
+    factors = draw.uniform(-6, 6, 4096).astype(np.float32)
+    for ptx, bytes_of_codes, wide in [
+        (coded_kernels.int8_ptx(), numbers, lambda scale: numbers.astype(np.float32) * scale * np.float32(1 / 127)),
+        (coded_kernels.fp8_ptx(), codes, lambda scale: codes.view(jnp.float8_e4m3fn).astype(np.float32) * scale),
+    ]:
+        scales = factors[: len(bytes_of_codes)]
+        operands = {"$2": bytes_of_codes.view(np.uint32)[:, 0], "$3": scales.view(np.uint32)}
+        registers = assembled(ptx, operands)
+        got = np.stack([registers["$0"], registers["$1"]], -1).view(np.uint16)
+        np.testing.assert_array_equal(got, wide(scales[:, None]).astype(jnp.bfloat16).view(np.uint16))
     scales = np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)[:, None]
     divisors = np.float32(10) ** np.random.default_rng(1).uniform(-6, 8, 2000).astype(np.float32)[None]
     scales, divisors = (np.ascontiguousarray(array) for array in np.broadcast_arrays(scales, divisors))

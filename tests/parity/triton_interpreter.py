@@ -1,14 +1,16 @@
-"""Runs Triton kernels' bodies in Triton's interpreter, on torch tensors in main memory."""
+"""Runs Triton kernels' bodies in Triton's interpreter, on torch tensors in main memory, and Gluon's in numpy."""
 
 from __future__ import annotations
 
 import contextlib
 
+import gluon_interpreter
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import interpreter
 
 from jaxtune.pallas import compat, dispatch
@@ -33,6 +35,8 @@ def _to_jax(tensor: torch.Tensor):
 
 def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, aliases=None, **constants):
     """compat.triton_call. What the kernel leaves unwritten is NaN, or where an argument's memory is taken, that."""
+    if isinstance(kernel, GluonJITFunction):
+        return gluon_interpreter.call(kernel, arguments, out_types, grid, **constants)
     outputs = [_to_torch(np.full(t.shape, np.nan, t.dtype)) for t in out_types]
     for argument, output in (aliases or {}).items():
         outputs[output] = _to_torch(arguments[argument])

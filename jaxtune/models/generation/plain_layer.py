@@ -30,7 +30,8 @@ from jaxtune.pallas.decode.few_rows import (
     gated_product,
     products,
 )
-from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.quant_matmul import LoraWeights, few_product
 
 
 class Stream(NamedTuple):
@@ -124,6 +125,11 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
             activation, loras = feed_forward.config.activation, _adapters((gate, up))
             gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
             return _parts(gated, [feed_forward.down_proj])
+        if all(_is_only_codes(linear, stream.x.dtype) for linear in (gate, up)):
+            weights = gate.stored_weight, up.stored_weight
+            gated = few_product(stream.normed, weights, feed_forward.config.activation)
+            if gated is not None:
+                return _parts(gated, [feed_forward.down_proj])
     if type(feed_forward) is MoE:
         partial_sums = _of_experts(feed_forward, stream.normed, context)
         if partial_sums is not None:
@@ -169,6 +175,12 @@ def _is_plain(linear: Linear, dtype) -> bool:
     return all(extra is None for extra in extras) and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
+def _is_only_codes(linear: Linear, dtype) -> bool:
+    """Whether the linear is a product with a quantised weight, decoded to dtype, and nothing more."""
+    more = linear.fp8 or linear.lora is not None or linear.bias is not None
+    return not more and linear.plain(dtype, False) and isinstance(linear.stored_weight, Stored)
+
+
 def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
     """Each plain linear's adapter or None; an empty list if none has one."""
     loras = [None if linear.lora is None else linear.lora.weights(linear.stored_weight) for linear in linears]
@@ -181,4 +193,8 @@ def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
+    if all(_is_only_codes(linear, x.dtype) for linear in linears):
+        out = few_product(x, [linear.stored_weight for linear in linears])
+        if out is not None:
+            return out[None]
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

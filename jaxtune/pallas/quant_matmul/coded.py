@@ -1,4 +1,4 @@
-"""Products of up to 16 rows with weights in FP8, int8, NVFP4 or MXFP4, in Triton on Hopper. Numbers are decoded to
+"""Products of up to 16 rows with weights in FP8, int8, NVFP4 or MXFP4, in Gluon on Hopper. Numbers are decoded to
 bfloat16 in registers, to the bits of `decode`, and an element is one float32 sum over ascending columns: so a row has
 the bits that a product with the decoded weight gives it, beside any rows.
 """
@@ -16,21 +16,22 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4, Stored
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
+from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.quant_matmul.reference import exact_product
 
 MOST_ROWS = 16  # more are multiplied faster by a decoded weight
 MOST_WEIGHTS = 3  # of a call
+_NUMBERS = {None: 0, "silu": 1, "gelu_tanh": 2}  # of activations, in the kernel
+_FEW_TOKENS = 8  # the columns that tensor cores multiply at least
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is divided among programs."""
+    """How a product is divided among programs, each of RANGES warps."""
 
-    rows: int  # of the weights, of a program
-    depth: int  # columns of a step
-    warps: int
-    stages: int  # steps read ahead
-    left: bool = False  # whether the weight is the left side of the tensor cores' product
+    rows: int  # of out, of a program: 16, or 8 with an activation, or multiples
+    depth: int  # columns of a step of each range
+    stages: int  # steps read ahead, and the one that is multiplied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +43,10 @@ class Coding:
     stride: int = 1  # 0: all rows share a scale, or one of the tensor's
 
 
-_NARROW, _WIDE = Tile(16, 128, 1, 8, left=True), Tile(64, 128, 4, 6, left=True)
-_TILED, _BLOCKS = Tile(32, 128, 2, 12, left=True), Tile(64, 256, 4, 6, left=True)
-# By format, as measured on an H200: for up to _LEFT_TOKENS rows of x and weights of few and of many rows; for more rows
-# of x.
-_TILES = {
-    "FP8_ROWS": (_NARROW, _WIDE, Tile(32, 256, 4, 5)),
-    "FP8_TILES": (_TILED, _TILED, Tile(32, 128, 4, 8)),
-    "INT8": (_NARROW, _WIDE, Tile(32, 256, 4, 5)),
-    "NVFP4": (_BLOCKS, _BLOCKS, Tile(32, 256, 4, 5)),
-    "MXFP4": (_BLOCKS, _BLOCKS, Tile(32, 512, 4, 5)),
-}
-_MANY_ROWS, _LEFT_TOKENS = 16384, 8
+RANGES = 4  # of the columns, each with a sum of its own; an element's bits depend on it, so it is the same for all rows
+# For up to _FEW_TOKENS rows of x, with an activation, and for more, with one; as measured on an H200.
+_PLAIN, _GATED, _PLAIN_MANY, _GATED_MANY = Tile(16, 128, 4), Tile(8, 128, 4), Tile(16, 128, 4), Tile(16, 128, 3)
+_DEEP = Tile(16, 256, 3)  # for few rows of x and weights in NVFP4 whose columns it divides
 
 
 def coding(weight: jax.Array | Stored) -> Coding | None:
@@ -71,9 +64,14 @@ def coding(weight: jax.Array | Stored) -> Coding | None:
     return Coding("MXFP4") if isinstance(weight, MXFP4) else None
 
 
-def tile_of(kind: Coding, rows: int, tokens: int) -> Tile:
-    """rows: of all weights of a call."""
-    return _TILES[kind.name][2 if tokens > _LEFT_TOKENS else int(rows >= _MANY_ROWS)]
+def tile_of(weight: Stored, tokens: int, activation: str | None) -> Tile:
+    """weight: one of a call. tokens: rows of x."""
+    few = tokens <= _FEW_TOKENS
+    if activation is not None:
+        return _GATED if few else _GATED_MANY
+    if few and isinstance(weight, NVFP4) and weight.shape[1] % (RANGES * _DEEP.depth) == 0:
+        return _DEEP
+    return _PLAIN if few else _PLAIN_MANY
 
 
 def few_products(x: jax.Array, weights: Mapping[int, jax.Array | Stored]) -> dict[int, jax.Array]:
@@ -95,9 +93,24 @@ def few_products(x: jax.Array, weights: Mapping[int, jax.Array | Stored]) -> dic
     return outs
 
 
-def refusal(weights: Sequence[Stored], dtype, tokens: int) -> str | None:
+def few_product(x: jax.Array, weights: Sequence[jax.Array | Stored], activation: str | None = None) -> jax.Array | None:
+    """x W^T of up to three weights side by side in one kernel, [tokens, sum of out]. With an activation: activation(x
+    gate^T) * (x up^T), [tokens, out], each step rounded to x's dtype. None if there is no kernel for the call. Not
+    differentiable.
+
+    x: [tokens, in]. weights: [out, in] each; (gate, up). activation: a key of gated.ACTIVATIONS.
+    """
+    stored = [weight for weight in weights if isinstance(weight, Stored)]
+    if len(stored) < len(weights) or len({coding(weight) for weight in stored}) > 1 or activation not in _NUMBERS:
+        return None
+    if refusal(stored, x.dtype, len(x), activation) is not None:
+        return None
+    return _multiplied(x, stored, tile_of(stored[0], len(x), activation), activation)
+
+
+def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | None = None) -> str | None:
     """Why `products` cannot multiply by these weights, of which all have the same `coding`, or None. dtype, tokens: of
-    x.
+    x. activation: of the first weight's product, which multiplies the second's.
     """
     reason = compat.triton_refusal()
     if reason is not None:
@@ -108,22 +121,26 @@ def refusal(weights: Sequence[Stored], dtype, tokens: int) -> str | None:
     if kind is None or dtype != jnp.bfloat16 or len(weights) > MOST_WEIGHTS or not 1 <= tokens <= MOST_ROWS:
         names = ", ".join(type(weight).__name__ for weight in weights)
         return f"{tokens} rows in {jnp.dtype(dtype).name}, weights {names}; 1 to {MOST_ROWS} in bfloat16"
-    tile = tile_of(kind, sum(weight.shape[0] for weight in weights), tokens)
-    rows = 128 if kind.name == "FP8_TILES" else tile.rows
-    if any(weight.shape[0] % rows or weight.shape[1] % tile.depth for weight in weights):
+    tile = tile_of(weights[0], tokens, activation)
+    rows = 128 if kind.name == "FP8_TILES" else max(16, tile.rows)
+    depth = RANGES * tile.depth
+    if any(weight.shape[0] % rows or weight.shape[1] % depth for weight in weights):
         shapes = ", ".join(str(weight.shape) for weight in weights)
-        return f"weights {shapes}; multiples of {rows} and {tile.depth}"
+        return f"weights {shapes}; multiples of {rows} and {depth}"
 
     def compare():
         draw = np.random.default_rng(0)
-        columns = tile.depth * (tile.stages + 2)
-        small = [
-            small_like(weight, (size * rows, columns), draw) for weight, size in zip(weights, (2, 1, 3), strict=False)
-        ]
+        columns = depth * (tile.stages + 2)
+        sizes = (2, 2) if activation else (2, 1, 3)
+        small = [small_like(weight, (size * rows, columns), draw) for weight, size in zip(weights, sizes, strict=False)]
         x = jnp.asarray(draw.standard_normal((tokens, columns)), dtype)
-        return list(_products(x, small, tile)), [exact_product(x, weight) for weight in small]
+        exact = [exact_product(x, weight) for weight in small]
+        if activation is None:
+            return list(_products(x, small, tile)), exact
+        return [_multiplied(x, small, tile, activation)], [ACTIVATIONS[activation](exact[0]) * exact[1]]
 
-    return dispatch.first_use("quant_matmul", "triton, codes", f"{kind}, {len(weights)} weights, {tile}", compare)
+    what = "" if activation is None else f", {activation}"
+    return dispatch.first_use("quant_matmul", "triton, codes", f"{kind}, {len(weights)} weights, {tile}{what}", compare)
 
 
 def small_like(weight: Stored, shape: tuple[int, int], draw: np.random.Generator) -> Stored:
@@ -145,12 +162,16 @@ def products(x: jax.Array, weights: Sequence[Stored]) -> tuple[jax.Array, ...]:
 
     x: [1 to 16, in] bfloat16. weights: [out_i, in] each, all with the same `coding`.
     """
-    kind = coding(weights[0])
-    assert kind is not None
-    return _products(x, weights, tile_of(kind, sum(weight.shape[0] for weight in weights), len(x)))
+    return _products(x, weights, tile_of(weights[0], len(x), None))
 
 
 def _products(x, weights: Sequence[Stored], tile: Tile) -> tuple[jax.Array, ...]:
+    sizes = [weight.shape[0] for weight in weights]
+    return tuple(jnp.split(_multiplied(x, weights, tile), np.cumsum(sizes[:-1]), axis=1))
+
+
+def _multiplied(x, weights: Sequence[Stored], tile: Tile, activation: str | None = None) -> jax.Array:
+    """The products side by side, or with an activation that of the first times the second."""
     from jaxtune.pallas.quant_matmul import coded_kernels
 
     kind, (tokens, inner), padding = coding(weights[0]), x.shape, MOST_WEIGHTS - len(weights)
@@ -158,31 +179,33 @@ def _products(x, weights: Sequence[Stored], tile: Tile) -> tuple[jax.Array, ...]
     arrays = [_arrays(weight) for weight in weights]
     arrays += [arrays[0]] * padding
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
+    width = sum(sizes) if activation is None else sizes[0]
     columns = list(zip(*arrays, strict=True))
     absent = {} if len(columns) > 2 else dict.fromkeys(("first_tensor", "second_tensor", "third_tensor"))
     (out,) = compat.triton_graph_call(
         coded_kernels.coded_kernel,
         (x, *(array for column in columns for array in column)),
-        (jax.ShapeDtypeStruct((tokens, sum(sizes)), x.dtype),),
-        (sum(sizes) // tile.rows,),
-        warps=tile.warps,
-        stages=tile.stages,
+        (jax.ShapeDtypeStruct((tokens, width), x.dtype),),
+        (width // tile.rows,),
+        warps=RANGES,
+        stages=1,
         COUNT=tokens,
         INNER=inner,
         FIRST=sizes[0],
         SECOND=sizes[1],
         THIRD=sizes[2],
+        ACTIVATION=_NUMBERS[activation],
         FORMAT=getattr(coded_kernels, kind.name),
         DIVIDES=int(kind.divides),
         STRIDE=kind.stride,
+        RANGES=RANGES,
         ROWS=tile.rows,
         DEPTH=tile.depth,
-        TOKENS=_LEFT_TOKENS if tile.left else MOST_ROWS,
-        LEFT=int(tile.left),
+        TOKENS=_FEW_TOKENS if tokens <= _FEW_TOKENS else MOST_ROWS,
         STAGES=tile.stages,
         **absent,
     )
-    return tuple(jnp.split(out, np.cumsum(sizes[: len(weights) - 1]), axis=1))
+    return out
 
 
 def _arrays(weight: Stored) -> tuple[jax.Array, ...]:

@@ -1,50 +1,71 @@
-"""The Triton kernel that multiplies a few rows by weights in eight or four bits, decoded to 16 bits in registers.
+"""The kernel that multiplies a few rows by weights in eight or four bits, decoded to 16 bits in registers, in Gluon,
+the language of Triton in which one chooses each tensor's layout.
 
-Each element of the product is one float32 sum over ascending columns, 16 at a time, which are the steps of the tensor
-cores: the sum that a product with the decoded weight has. Triton gives a thread 4 (of eight bits) or 8 (of four bits)
-numbers in a row for each operand, of which a step takes two, and two from the other half of a block of 32 or 64. So
-columns of both operands are permuted, for the steps to have 16 columns that follow each other.
+Each element of the product is the sum of RANGES float32 sums, in ascending order, of which each is over the ascending
+columns of its range, 16 at a time (the steps of the tensor cores). The order within 16 columns does not matter. So a
+lane takes 4 that follow each other, a word of codes, and no number changes its lane between shared memory and the
+tensor cores. A warp has a range: a weight of few rows has too few warps else, and a tensor core's sums wait for each
+other.
 """
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from jaxtune.pallas.triton_parts import INTERPRETED
+from jaxtune.pallas.decode.few_rows.triton_kernels import _activated_in_steps
 
+# What later versions of Triton call async_load has another name in 3.6.
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 # Formats of eight bits come first, and of those the ones that have a scale for each row.
 FP8_ROWS, INT8, FP8_TILES, NVFP4, MXFP4 = range(5)
-_INT8, _FP8_TILES, _NVFP4, _MXFP4 = map(tl.constexpr, (INT8, FP8_TILES, NVFP4, MXFP4))
+_INT8, _FP8_TILES, _NVFP4, _MXFP4 = map(gl.constexpr, (INT8, FP8_TILES, NVFP4, MXFP4))
+_REGISTERS = "{ .reg .b16 half<2>, part<2>; .reg .b32 low, high, sign, word, other; .reg .f32 a, b;"
 
 
-def e2m1_ptx(exponents: bool) -> str:
-    """Inline PTX: two bytes of e2m1 codes, $2, the first of two in the low four bits, times the scale $3, to two
-    bfloat16 a word, $0 and $1. exponents: the scale is two bfloat16, powers of two; else a float32.
+def _e4m3_ptx(word: str, scale: str, targets: tuple[str, str], factor: str | None = None) -> list[str]:
+    """Four e4m3 codes of a word times a float32, to four bfloat16. factor: of the codes, as two float16."""
+    lines = [f"mov.b32 {{half0, half1}}, {word};"]
+    for i, target in enumerate(targets):
+        lines.append(f"cvt.rn.f16x2.e4m3x2 sign, half{i};")
+        lines += [f"mul.rn.f16x2 sign, sign, {factor};"] if factor else []
+        lines += ["mov.b32 {part0, part1}, sign;", "cvt.f32.f16 a, part0;", "cvt.f32.f16 b, part1;"]
+        lines += [f"mul.rn.f32 a, a, {scale};", f"mul.rn.f32 b, b, {scale};", f"cvt.rn.bf16x2.f32 {target}, b, a;"]
+    return lines
 
-    A byte permutation looks up the low, and another the high bytes of four codes' magnitudes; signs are added.
-    """
-    lines = ["{ .reg .b32 index, sign, low, high, zero, w<2>; .reg .f32 a, b;"]
-    lines += ["and.b32 index, $2, 0x7777;", "shr.b32 sign, $2, 3;", "and.b32 sign, sign, 0x1111;"]
-    lines += ["prmt.b32 sign, 0x00008000, 0, sign;"]
-    # the bytes of 0, 0.5, 1, 1.5, 2, 3, 4, 6
-    lines += ["prmt.b32 low, 0xC0800000, 0xC0804000, index;", "prmt.b32 high, 0x3F3F3F00, 0x40404040, index;"]
-    lines += ["or.b32 high, high, sign;", "prmt.b32 w0, low, high, 0x5140;", "prmt.b32 w1, low, high, 0x7362;"]
-    if exponents:
-        lines.append("mov.b32 zero, 0x80008000;")
-        lines += [f"fma.rn.bf16x2 ${word}, w{word}, $3, zero;" for word in range(2)]
-    else:
-        for word in range(2):
-            lines += [f"shl.b32 low, w{word}, 16;", f"and.b32 high, w{word}, 0xFFFF0000;"]
-            lines += ["mov.b32 a, low;", "mov.b32 b, high;", "mul.rn.f32 a, a, $3;", "mul.rn.f32 b, b, $3;"]
-            lines.append(f"cvt.rn.bf16x2.f32 ${word}, b, a;")
-    return "\n".join([*lines, "}"])
+
+def fp8_ptx() -> str:
+    """Inline PTX: four e4m3 codes, $2, times the float32 $3, to four bfloat16, $0 and $1."""
+    return "\n".join([_REGISTERS, *_e4m3_ptx("$2", "$3", ("$0", "$1")), "}"])
 
 
 def int8_ptx() -> str:
-    """Inline PTX: four int8, $4, to float32, $0 to $3: a byte plus 128 is the fraction of a number near 2^23."""
-    lines = ["{ .reg .b32 bytes, word; .reg .f32 number;", "xor.b32 bytes, $4, 0x80808080;"]
-    for byte in range(4):
-        lines += [f"prmt.b32 word, bytes, 0x4B000000, 0x744{byte};", "mov.b32 number, word;"]
-        lines.append(f"add.rn.f32 ${byte}, number, 0fCB000080;")
+    """Inline PTX: four int8, $2, times the float32 $3, times 1 / 127, to four bfloat16, $0 and $1. A byte plus 128 is
+    the fraction of a number near 2^23.
+    """
+    lines = [_REGISTERS, "xor.b32 word, $2, 0x80808080;"]
+    for pair in range(2):
+        for name, byte in (("a", 2 * pair), ("b", 2 * pair + 1)):
+            lines += [f"prmt.b32 other, word, 0x4B000000, 0x744{byte};", f"mov.b32 {name}, other;"]
+            lines += [f"add.rn.f32 {name}, {name}, 0fCB000080;", f"mul.rn.f32 {name}, {name}, $3;"]
+            lines.append(f"mul.rn.f32 {name}, {name}, 0f3C010204;")
+        lines.append(f"cvt.rn.bf16x2.f32 ${pair}, b, a;")
+    return "\n".join([*lines, "}"])
+
+
+def e2m1_ptx(scaled: bool) -> str:
+    """Inline PTX: four e2m1 codes in each low half of $4 and $5 times the float32 $6 and $7, to four bfloat16 each, $0
+    and $1, $2 and $3. scaled: $6 and $7 are 64 times the scales.
+
+    The bits of e2m1 are those of a number of e4m3 that is 1/64 of it.
+    """
+    lines = [_REGISTERS, "prmt.b32 word, $4, $5, 0x5410;", "shl.b32 low, word, 2;", "and.b32 low, low, 0x1C1C1C1C;"]
+    lines += ["shl.b32 sign, word, 4;", "and.b32 sign, sign, 0x80808080;", "or.b32 low, low, sign;"]
+    lines += ["shr.b32 high, word, 2;", "and.b32 high, high, 0x1C1C1C1C;"]
+    lines += ["and.b32 sign, word, 0x80808080;", "or.b32 high, high, sign;"]
+    lines += ["prmt.b32 word, low, high, 0x5140;", "prmt.b32 other, low, high, 0x7362;"]
+    lines += [] if scaled else ["mov.b32 high, 0x54005400;"]  # two 64
+    factor = None if scaled else "high"
+    lines += _e4m3_ptx("word", "$6", ("$0", "$1"), factor) + _e4m3_ptx("other", "$7", ("$2", "$3"), factor)
     return "\n".join([*lines, "}"])
 
 
@@ -53,126 +74,126 @@ QUOTIENT_PTX = (
     "{ .reg .f32 guess, rest, minus; mul.rn.f32 guess, $1, $3; neg.f32 minus, guess; fma.rn.f32 rest, minus, $2, $1;"
     "fma.rn.f32 $0, rest, $3, guess; }"
 )
-_E2M1_PTX, _MX_PTX, _INT8_PTX = tl.constexpr(e2m1_ptx(False)), tl.constexpr(e2m1_ptx(True)), tl.constexpr(int8_ptx())
-_QUOTIENT_PTX = tl.constexpr(QUOTIENT_PTX)
+_FP8_PTX, _INT8_PTX = gl.constexpr(fp8_ptx()), gl.constexpr(int8_ptx())
+_NV_PTX, _MX_PTX, _QUOTIENT_PTX = map(gl.constexpr, (e2m1_ptx(True), e2m1_ptx(False), QUOTIENT_PTX))
 
 
-@triton.jit
-def _quotient(wide, divisor):
-    if INTERPRETED:
-        return tl.div_rn(wide, divisor)
-    divisor = tl.broadcast_to(divisor, wide.shape)
-    inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), divisor)
-    return tl.inline_asm_elementwise(_QUOTIENT_PTX, "=r,r,r,r", [wide, divisor, inverse], tl.float32, True, 1)
+@gluon.constexpr_function
+def _words_layout(ranges, rows, groups):
+    """[ranges, rows, groups, 4] words of four columns as a left operand has them: a warp has a range, and lane 4 q + t
+    word t of each group, of the rows q and q + 8 of each 16.
+    """
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
+        + [[0, 8 << i, 0, 0] for i in range((rows // 8).bit_length() - 1)],
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1 << i, 0, 0, 0] for i in range(ranges.bit_length() - 1)],
+        [],
+        [ranges, rows, groups, 4],
+    )
 
 
-@triton.jit
-def _e2m1(codes):
-    """float32 of the low four bits: sign, two of exponent, one of fraction."""
-    return ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
-def _permuted(tile, ROWS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr):
-    """[ROWS, DEPTH] in the order of the module's docstring; STEPS: of a block."""
-    fragments = tl.reshape(tile, (ROWS, DEPTH // (16 * STEPS), STEPS, 4, 2, 2))
-    return tl.reshape(tl.permute(fragments, (0, 1, 4, 3, 2, 5)), (ROWS, DEPTH))
-
-
-@triton.jit
-def _eight_bits(
-    codes, scales, rows, step, FORMAT: tl.constexpr, INNER: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr
-):
-    """[rows, DEPTH] of a weight in eight bits. scales: float32[rows]."""
-    stored = tl.load(codes + rows.to(tl.int64)[:, None] * INNER + step * DEPTH + tl.arange(0, DEPTH)[None, :])
-    if FORMAT == _INT8:
-        if INTERPRETED:
-            wide = stored.to(tl.float32)
-        else:
-            wide = tl.inline_asm_elementwise(_INT8_PTX, "=r,=r,=r,=r,r", [stored], tl.float32, True, 4)
-        return (wide * scales[:, None] * (1.0 / 127)).to(DTYPE)
-    else:
-        return (stored.to(tl.float32) * scales[:, None]).to(DTYPE)
-
-
-@triton.jit
+@gluon.jit
 def _halves(word):
     """The two bfloat16 of a word."""
-    return word.to(tl.int16).to(tl.bfloat16, bitcast=True), (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return word.to(gl.int16).to(gl.bfloat16, bitcast=True), (word >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
 
 
-@triton.jit
-def _four_bits(
-    codes,
-    scales,
-    rows,
-    step,
-    FORMAT: tl.constexpr,
-    INNER: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """[ROWS, DEPTH] of a weight in four bits, permuted. scales: float32[ROWS, blocks], or int32 exponents."""
-    BLOCK: tl.constexpr = 16 if FORMAT == _NVFP4 else 32
-    WORDS: tl.constexpr = DEPTH // 4  # of four codes
-    columns = step * WORDS + tl.arange(0, WORDS)
-    words = tl.load(codes.to(tl.pointer_type(tl.int16)) + rows.to(tl.int64)[:, None] * (INNER // 4) + columns[None, :])
-    words = words.to(tl.int32) & 0xFFFF
-    wide = tl.broadcast_to(scales[:, :, None], (ROWS, DEPTH // BLOCK, BLOCK // 4))
-    wide = tl.reshape(wide, (ROWS, WORDS))
-    if INTERPRETED:
-        if FORMAT == _MXFP4:
-            wide = (wide << 23).to(tl.float32, bitcast=True)
-        first, second = (_e2m1(words) * wide).to(DTYPE), (_e2m1(words >> 4) * wide).to(DTYPE)
-        third, fourth = (_e2m1(words >> 8) * wide).to(DTYPE), (_e2m1(words >> 12) * wide).to(DTYPE)
+@gluon.jit
+def _of_two_rows(tile):
+    """[ranges, rows, a, b] -> two of [ranges, rows / 16, 8, a, b]: of each 16 rows the first and the last 8."""
+    RANGES: gl.constexpr = tile.shape[0]
+    ROWS: gl.constexpr = tile.shape[1]
+    A: gl.constexpr = tile.shape[2]
+    B: gl.constexpr = tile.shape[3]
+    return gl.split(tile.reshape([RANGES, ROWS // 16, 2, 8, A, B]).permute([0, 1, 3, 4, 5, 2]))
+
+
+@gluon.jit
+def _rows_again(first, last):
+    RANGES: gl.constexpr = first.shape[0]
+    ROWS: gl.constexpr = 16 * first.shape[1]
+    A: gl.constexpr = first.shape[3]
+    B: gl.constexpr = first.shape[4]
+    return gl.join(first, last).permute([0, 1, 5, 2, 3, 4]).reshape([RANGES, ROWS, A, B])
+
+
+@gluon.jit
+def _decoded(words, factors, FORMAT: gl.constexpr, MMA: gl.constexpr):
+    """Left operand [ranges, rows, columns] of words [ranges, rows, groups, 4]. factors: float32[ranges, rows, 1 or
+    groups, 1].
+    """
+    if FORMAT < _NVFP4:
+        PTX: gl.constexpr = _INT8_PTX if FORMAT == _INT8 else _FP8_PTX
+        pair, second_pair = gl.inline_asm_elementwise(
+            PTX, "=r,=r,r,r", [words, factors], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
     else:
-        if FORMAT == _NVFP4:
-            pair, second_pair = tl.inline_asm_elementwise(
-                _E2M1_PTX, "=r,=r,r,r", [words, wide], (tl.int32, tl.int32), True, 1
-            )
-        else:
-            exponents = tl.where(wide == 0, 0x00400040, wide << 23 | wide << 7)  # two bfloat16 of 2^(wide - 127)
-            pair, second_pair = tl.inline_asm_elementwise(
-                _MX_PTX, "=r,=r,r,r", [words, exponents], (tl.int32, tl.int32), True, 1
-            )
-        first, second = _halves(pair)
-        third, fourth = _halves(second_pair)
-    fragments = tl.join(tl.join(first, second), tl.join(third, fourth))
-    fragments = tl.reshape(fragments, (ROWS, DEPTH // 64, 4, 4, 2, 2))
-    return tl.reshape(tl.permute(fragments, (0, 1, 5, 3, 2, 4)), (ROWS, DEPTH))
+        WIDE_PTX: gl.constexpr = _NV_PTX if FORMAT == _NVFP4 else _MX_PTX
+        first, last = _of_two_rows(words.to(gl.int32))
+        first_factors, last_factors = _of_two_rows(gl.broadcast(words, factors)[1])
+        first, second, last, second_last = gl.inline_asm_elementwise(
+            WIDE_PTX,
+            "=r,=r,=r,=r,r,r,r,r",
+            [first, last, first_factors, last_factors],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        pair, second_pair = _rows_again(first, last), _rows_again(second, second_last)
+    RANGES: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    DEPTH: gl.constexpr = words.shape[2] * 16
+    a, b = _halves(pair)
+    c, d = _halves(second_pair)
+    tile = gl.join(gl.join(a, b), gl.join(c, d)).permute([0, 1, 2, 5, 3, 4]).reshape([RANGES, ROWS, DEPTH])
+    return gl.convert_layout(tile, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
-@triton.jit
-def _scales(
-    scales,
-    tensor,
-    rows,
-    step,
-    FORMAT: tl.constexpr,
-    DIVIDES: tl.constexpr,
-    STRIDE: tl.constexpr,
-    INNER: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """What the codes of a step are multiplied by."""
-    if FORMAT == _FP8_TILES:  # of one tile, because 128 is a multiple of a program's rows, and DEPTH is 128
-        return tl.load(scales + rows // 128 * (INNER // 128) + step)
-    elif FORMAT <= _INT8:
-        return tl.load(scales + rows * STRIDE)
+@gluon.jit
+def _columns_of(x_ring, slot, TOKENS: gl.constexpr, MMA: gl.constexpr):
+    """Right operand [ranges, columns, TOKENS] of x's in shared memory, [ranges, TOKENS, columns], or [ranges, columns]
+    of a single row, which stands for all then. A lane has 4 columns that follow each other.
+    """
+    WIDE: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    columns = x_ring.index(slot)
+    if len(columns.shape) == 2:
+        tile = columns.load(gl.SliceLayout(2, WIDE))[:, :, None]
+        ONE: gl.constexpr = tile.shape[0]
+        ROW: gl.constexpr = tile.shape[1]
+        tile = gl.broadcast(tile, gl.full([ONE, ROW, TOKENS], 0.0, tile.dtype, WIDE))[0]
     else:
-        BLOCKS: tl.constexpr = DEPTH // (16 if FORMAT == _NVFP4 else 32)
-        lines = rows.to(tl.int64)[:, None] * (INNER // DEPTH * BLOCKS)
-        stored = tl.load(scales + lines + step * BLOCKS + tl.arange(0, BLOCKS)[None, :])
-        if FORMAT == _MXFP4:
-            return stored.to(tl.int32)
-        elif DIVIDES:
-            return _quotient(stored.to(tl.float32), tl.load(tensor + rows * STRIDE)[:, None])
-        else:
-            return stored.to(tl.float32) * tl.load(tensor + rows * STRIDE)[:, None]
+        tile = columns.permute([0, 2, 1]).load(WIDE)
+    RANGES: gl.constexpr = tile.shape[0]
+    DEPTH: gl.constexpr = tile.shape[1]
+    tile = tile.reshape([RANGES, DEPTH // 16, 4, 2, 2, TOKENS]).permute([0, 1, 3, 2, 4, 5])
+    return gl.convert_layout(tile.reshape([RANGES, DEPTH, TOKENS]), gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
 
-@triton.jit
+@gluon.jit
+def _factors(stored, tensor, inverse, FORMAT: gl.constexpr, DIVIDES: gl.constexpr):
+    """What the codes of a step are multiplied by, of scales [ranges, rows, groups]. tensor, inverse: of NVFP4, 64 times
+    the tensor's scale or, with DIVIDES, 1/64 of it, and 1 by that.
+    """
+    if FORMAT < _NVFP4:
+        return stored[:, :, :, None]
+    elif FORMAT == _MXFP4:
+        exponents = stored.to(gl.int32)
+        return gl.where(exponents == 0, 0x00400000, exponents << 23).to(gl.float32, bitcast=True)[:, :, :, None]
+    elif DIVIDES:
+        return gl.inline_asm_elementwise(
+            _QUOTIENT_PTX,
+            "=r,r,r,r",
+            [stored.to(gl.float32), tensor, inverse],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )[:, :, :, None]
+    else:
+        return (stored.to(gl.float32) * tensor)[:, :, :, None]
+
+
+@gluon.jit
 def coded_kernel(
     x,
     first,
@@ -185,63 +206,157 @@ def coded_kernel(
     second_tensor,
     third_tensor,
     out,
-    COUNT: tl.constexpr,
-    INNER: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DIVIDES: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LEFT: tl.constexpr,
-    STAGES: tl.constexpr,
+    COUNT: gl.constexpr,
+    INNER: gl.constexpr,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
+    THIRD: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    FORMAT: gl.constexpr,
+    DIVIDES: gl.constexpr,
+    STRIDE: gl.constexpr,
+    RANGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """out [COUNT, FIRST + SECOND + THIRD] = x W^T, W being the weights first [FIRST, INNER], second and third one below
-    the other (0 rows if unused). Grid: (rows of W / ROWS,).
+    the other (0 rows if unused). With ACTIVATION out [COUNT, FIRST] is that of the first product times the second.
+    Grid: (columns of out / ROWS,).
 
       first, second, third: codes.
       first_scales, second_scales, third_scales: of rows, tiles or blocks, e4m3 for NVFP4, exponents for MXFP4.
       first_tensor, second_tensor, third_tensor: float32 of NVFP4, one or one for each row.
-      COUNT: rows of x, at most TOKENS. INNER: a multiple of DEPTH. ROWS: of W, of a program; it divides the weights'.
+      COUNT: rows of x, at most TOKENS, 8 or 16. INNER: a multiple of RANGES times DEPTH.
+      ACTIVATION: 1: silu; 2: tanh approximation of gelu; 0: none.
       DIVIDES: block scales are divided by the tensor's. STRIDE: 0: one scale (of NVFP4's tensors) for all rows.
-      LEFT: the weight is the left side of the tensor cores' product.
+      RANGES: of the columns, as many as warps. ROWS: of out, of a program: 16, or 8 with ACTIVATION, or multiples; it
+      divides the weights'.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    begin = tl.program_id(0) * ROWS
+    DTYPE: gl.constexpr = x.dtype.element_ty
+    ALL: gl.constexpr = 2 * ROWS if ACTIVATION else ROWS  # rows of weights; the second half of them is up's
+    GROUPS: gl.constexpr = DEPTH // 16
+    RANGE: gl.constexpr = INNER // RANGES
+    STEPS: gl.constexpr = RANGE // DEPTH
+    BITS: gl.constexpr = 4 if FORMAT >= _NVFP4 else 8
+    VECTOR: gl.constexpr = 32 // BITS  # words of 16 bytes
+    ACROSS: gl.constexpr = min(32, DEPTH * BITS // 128)  # lanes that copy a row
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [RANGES, 1, 1], [1, 16, 8])
+    WORDS: gl.constexpr = _words_layout(RANGES, ALL, GROUPS)
+    begin = gl.program_id(0) * ROWS
     codes, scales, tensor, first_row = first, first_scales, first_tensor, begin
-    if SECOND > 0:
-        if begin >= FIRST:
-            codes, scales, tensor, first_row = second, second_scales, second_tensor, begin - FIRST
-    if THIRD > 0:
-        if begin >= FIRST + SECOND:
-            codes, scales, tensor, first_row = third, third_scales, third_tensor, begin - FIRST - SECOND
-    rows = first_row + tl.arange(0, ROWS)
-    tokens = tl.arange(0, TOKENS)
-    if LEFT:
-        total = tl.zeros([ROWS, TOKENS], tl.float32)
+    if not ACTIVATION:
+        if SECOND > 0:
+            if begin >= FIRST:
+                codes, scales, tensor, first_row = second, second_scales, second_tensor, begin - FIRST
+        if THIRD > 0:
+            if begin >= FIRST + SECOND:
+                codes, scales, tensor, first_row = third, third_scales, third_tensor, begin - FIRST - SECOND
+
+    COPY: gl.constexpr = gl.BlockedLayout(
+        [1, max(1, ALL * ACROSS // 32), VECTOR], [1, 32 // ACROSS, ACROSS], [RANGES, 1, 1], [2, 1, 0]
+    )
+    part = gl.arange(0, RANGES, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
+    row = gl.arange(0, ALL, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+    word = gl.arange(0, DEPTH // 4, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+    WORD: gl.constexpr = gl.int16 if BITS == 4 else gl.int32
+    offsets = (first_row + row % ROWS).to(gl.int64) * (INNER // 4) + part * (RANGE // 4) + word
+    lines = codes.to(gl.pointer_type(WORD), bitcast=True) + offsets
+    if ACTIVATION:
+        lines = gl.where(row < ROWS, lines, second.to(gl.pointer_type(WORD), bitcast=True) + offsets)
+    lines = gl.max_contiguous(gl.multiple_of(lines, [1, 1, 16]), [1, 1, VECTOR])
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, max(1, 8 // ACROSS), min(8, ACROSS), [2, 1, 0])
+    ring = gl.allocate_shared_memory(WORD, [STAGES, RANGES, ALL, DEPTH // 4], SWIZZLED)
+    if COUNT == 1:
+        X_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [RANGES, 1], [1, 0])
+        x_part = gl.arange(0, RANGES, gl.SliceLayout(1, X_ROW))[:, None]
+        column = gl.arange(0, DEPTH, gl.SliceLayout(0, X_ROW))[None, :]
+        x_lines = gl.max_contiguous(gl.multiple_of(x + x_part * RANGE + column, [1, 16]), [1, 8])
+        x_real = None
+        x_ring = gl.allocate_shared_memory(DTYPE, [STAGES, RANGES, DEPTH], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
     else:
-        total = tl.zeros([TOKENS, ROWS], tl.float32)
-    if FORMAT <= _INT8:
-        factors = _scales(scales, tensor, rows, 0, FORMAT, DIVIDES, STRIDE, INNER, DEPTH)
-    for step in tl.range(0, INNER // DEPTH, num_stages=STAGES):
-        if FORMAT > _INT8:
-            factors = _scales(scales, tensor, rows, step, FORMAT, DIVIDES, STRIDE, INNER, DEPTH)
-        columns = step * DEPTH + tl.arange(0, DEPTH)
-        tile = tl.load(x + tokens[:, None] * INNER + columns[None, :], mask=(tokens < COUNT)[:, None], other=0.0)
-        if FORMAT > _FP8_TILES:
-            weight = _four_bits(codes, factors, rows, step, FORMAT, INNER, ROWS, DEPTH, DTYPE)
-            tile = _permuted(tile, TOKENS, DEPTH, 4)
-        else:
-            weight = _permuted(_eight_bits(codes, factors, rows, step, FORMAT, INNER, DEPTH, DTYPE), ROWS, DEPTH, 2)
-            tile = _permuted(tile, TOKENS, DEPTH, 2)
-        if LEFT:
-            total = tl.dot(weight, tl.trans(tile), total)
-        else:
-            total = tl.dot(tile, tl.trans(weight), total)
-    if LEFT:
-        total = tl.trans(total)
-    offsets = tokens[:, None] * (FIRST + SECOND + THIRD) + begin + tl.arange(0, ROWS)[None, :]
-    tl.store(out + offsets, total.to(DTYPE), mask=(tokens < COUNT)[:, None])
+        X_ACROSS: gl.constexpr = min(32, DEPTH // 8)
+        X_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // X_ACROSS, X_ACROSS], [RANGES, 1, 1], [2, 1, 0])
+        x_part = gl.arange(0, RANGES, gl.SliceLayout(1, gl.SliceLayout(2, X_COPY)))[:, None, None]
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, X_COPY)))[None, :, None]
+        column = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(1, X_COPY)))[None, None, :]
+        x_lines = x + token * INNER + x_part * RANGE + column
+        x_lines = gl.max_contiguous(gl.multiple_of(x_lines, [1, 1, 16]), [1, 1, 8])
+        x_real = token < COUNT
+        x_ring = gl.allocate_shared_memory(
+            DTYPE, [STAGES, RANGES, TOKENS, DEPTH], gl.SwizzledSharedLayout(16, 1, 4, [2, 1, 0])
+        )
+    for index in gl.static_range(STAGES - 1):
+        if index < STEPS:
+            _copy(ring.index(index), lines + index * (DEPTH // 4))
+            _copy(x_ring.index(index), x_lines + index * DEPTH, mask=x_real)
+        async_copy.commit_group()
+
+    # Scales [RANGES, ALL, groups] of a step, or [.., .., 1] of rows, which do not change.
+    OF_SCALES: gl.constexpr = gl.SliceLayout(3, WORDS)
+    w_part = gl.arange(0, RANGES, gl.SliceLayout(1, gl.SliceLayout(2, OF_SCALES)))[:, None, None]
+    w_row = gl.arange(0, ALL, gl.SliceLayout(0, gl.SliceLayout(2, OF_SCALES)))[None, :, None]
+    group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, OF_SCALES)))[None, None, :]
+    own_row = first_row + w_row % ROWS
+    PER_ROW: gl.constexpr = FORMAT <= _INT8
+    BLOCK: gl.constexpr = 16 if FORMAT == _NVFP4 else (32 if FORMAT == _MXFP4 else 128)
+    SCALES: gl.constexpr = 0 if PER_ROW else DEPTH // BLOCK
+    if PER_ROW:
+        places = own_row * STRIDE + w_part * 0
+    else:
+        line = own_row // 128 if FORMAT == _FP8_TILES else own_row
+        places = line * (INNER // BLOCK) + w_part * (RANGE // BLOCK) + group * 16 // BLOCK
+    scale_lines = scales + places
+    if ACTIVATION:
+        scale_lines = gl.where(w_row < ROWS, scale_lines, second_scales + places)
+    whole, inverse = 0.0, 0.0
+    if FORMAT == _NVFP4:
+        scale_lines = gl.max_contiguous(gl.multiple_of(scale_lines, [1, 1, GROUPS]), [1, 1, GROUPS])
+        tensor_lines = tensor + own_row * STRIDE
+        if ACTIVATION:
+            tensor_lines = gl.where(w_row < ROWS, tensor_lines, second_tensor + own_row * STRIDE)
+        whole = gl.load(tensor_lines) * (1.0 / 64 if DIVIDES else 64.0)
+        inverse = gl.div_rn(gl.full([1, ALL, 1], 1.0, gl.float32, OF_SCALES), whole) if DIVIDES else whole
+
+    stored = gl.load(scale_lines)
+    total = gl.full([RANGES, ALL, TOKENS], 0.0, gl.float32, MMA)
+    slot = 0
+    for step in range(STEPS):
+        async_copy.wait_group(STAGES - 2)  # all groups but those of later steps
+        words = ring.index(slot).reshape([RANGES, ALL, GROUPS, 4]).load(WORDS)
+        right = _columns_of(x_ring, slot, TOKENS, MMA)
+        factors = _factors(stored, whole, inverse, FORMAT, DIVIDES)
+        if not PER_ROW:
+            stored = gl.load(scale_lines + gl.minimum(step + 1, STEPS - 1) * SCALES)
+        if step + (STAGES - 1) < STEPS:
+            free = gl.where(slot == 0, STAGES - 1, slot - 1)
+            _copy(ring.index(free), lines + (step + (STAGES - 1)) * (DEPTH // 4))
+            _copy(x_ring.index(free), x_lines + (step + (STAGES - 1)) * DEPTH, mask=x_real)
+        async_copy.commit_group()
+        total = mma_v2(_decoded(words, factors, FORMAT, MMA), right, total)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    async_copy.wait_group(0)
+
+    END: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [RANGES, 1], [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [RANGES * ALL, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums.store(total.reshape([RANGES * ALL, TOKENS]))
+    result = _added(sums, 0, ROWS, ALL, RANGES, END)
+    if ACTIVATION:
+        up = _added(sums, ROWS, ROWS, ALL, RANGES, END).to(DTYPE).to(gl.float32)
+        result = _activated_in_steps(result.to(DTYPE).to(gl.float32), ACTIVATION, DTYPE) * up
+    WIDTH: gl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
+    target = begin + gl.arange(0, ROWS, gl.SliceLayout(1, END))[:, None]
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, END))[None, :]
+    gl.store(out + token * WIDTH + target, result.to(DTYPE), mask=token < COUNT)
+
+
+@gluon.jit
+def _added(
+    sums, START: gl.constexpr, ROWS: gl.constexpr, ALL: gl.constexpr, RANGES: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Rows START to START + ROWS of all ranges' sums [RANGES x ALL, tokens], added in ascending order."""
+    result = sums.slice(START, ROWS).load(LAYOUT)
+    for index in gl.static_range(1, RANGES):
+        result += sums.slice(START + index * ALL, ROWS).load(LAYOUT)
+    return result

@@ -228,3 +228,16 @@ def test_a_step_reads_of_long_caches_what_rows_have(name):
     with H200.lowering():
         assert device.reads_lengths(structure, shapes, SLOTS, 8192)
     assert not device.reads_lengths(structure, shapes, SLOTS, 8192)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("load_in", ["fp8", "int8", "nvfp4"])
+def test_a_step_over_codes_has_the_kernels_of_plain_weights(load_in):
+    """Query, key and value are one product, and gate and up one with their activation."""
+    kernels = []
+    for given, name in ((None, "product_kernel"), (load_in, "coded_kernel")):
+        _, programs = lowered("llama-3.1-8b", 1, load_in=given, slots=1)
+        text = programs["decode"].compile().as_text()
+        kernels.append(collections.Counter(re.findall(r" (fusion|custom-call|copy|convert|reduce|slice)\(", text)))
+        assert text.count(f'name = "{name}"') == 4
+    assert kernels[0] == kernels[1]
