@@ -18,6 +18,7 @@ FILE.log has what the processes print.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import math
 import os
@@ -120,7 +121,8 @@ def run(case: str, options: argparse.Namespace, work: Path, log: Path, seconds: 
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    for name in ("JAX_COMPILATION_CACHE_DIR", "JAXTUNE_CACHE", "XDG_CACHE_HOME"):
+    # The last would make Python compile jaxtune's sources at every start, for a second, as nobody's installation does.
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAXTUNE_CACHE", "XDG_CACHE_HOME", "PYTHONDONTWRITEBYTECODE"):
         environment.pop(name, None)
     words = arguments_of(case, options, output, work / "train_output")
     with log.open("ab") as file:
@@ -157,6 +159,7 @@ def main() -> int:
     end = time.monotonic() + options.seconds
     facts = {name: str(getattr(options, name)) for name in ("model", "rows", "steps", "dtype")}
     record: dict[str, Any] = {"benchmark": "first_seconds", "commit": commit_here(), **facts, "cases": {}}
+    compileall.compile_dir(ROOT / "jaxtune", quiet=1)  # as pip leaves an installation
     options.output.parent.mkdir(parents=True, exist_ok=True)
     log = options.output.with_suffix(".log")
     log.unlink(missing_ok=True)

@@ -430,3 +430,14 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """tokens int32[B, T] -> logits float32[B, T, vocab], or scores float32[B, T, 1]; the rest as for `run`."""
         return self.logits(self.hidden_states(tokens, segment_ids, positions, pictures=pictures))
+
+
+def abstract_decoder(config: DecoderConfig, dtype, tower: TowerConfig | None = None) -> Decoder:
+    """A new Decoder of shapes; to trace one takes half a second for 30 layers, so the last two are kept."""
+    graph, state = _abstract(config, jnp.dtype(dtype).name, tower)
+    return nnx.merge(graph, jax.tree.map(lambda shape: shape, state))  # with variables of its own
+
+
+@functools.lru_cache(2)
+def _abstract(config: DecoderConfig, dtype: str, tower: TowerConfig | None) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype, tower)))

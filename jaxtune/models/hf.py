@@ -27,7 +27,7 @@ from jaxtune.models.adapters.adapter_files import load_adapter
 from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.components import of_tensors, resolved, set_compute
 from jaxtune.models.config import Source
-from jaxtune.models.decoder import Decoder
+from jaxtune.models.decoder import Decoder, abstract_decoder
 from jaxtune.models.files import expert_files, file_plan, load_memory, passthrough, quant, shards, stored_weights
 from jaxtune.models.files.digests import base_digest, random_digest
 from jaxtune.models.files.file_plan import Group, Planned
@@ -129,7 +129,7 @@ class Pretrained:
                 f"{folder}: config.json: num_hidden_layers = {config.num_layers}: the weights are {len(entries)} "
                 "tensors, fewer than one a layer; correct it, or fetch the weights again"
             )
-        model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), self._dtype, tower))
+        model = abstract_decoder(config, self._dtype, tower)
         words = resolved(model, precision)
         set_compute(model, words)
         self._graph, state = nnx.split(model)

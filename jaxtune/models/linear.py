@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.lax import optimization_barrier
 
@@ -73,10 +74,35 @@ def _differentiated(frozens):
 not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
 
 
+def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Array]:
+    """Each adapter's first A, float32[r, in], as PEFT draws it: Kaiming uniform with a = sqrt(5), in +-1 / sqrt(in).
+
+    sizes: (number of the adapter among all, r, in) of each.
+    """
+    if not sizes:
+        return []
+    numbers, ranks, columns = np.array(sizes).T
+    most, count = int((ranks * columns).max()), int(numbers.max()) + 1
+    bounds = np.float32(1.0 / np.sqrt(columns))
+    rows = _uniforms(np.int64(seed).astype(np.int32), numbers, bounds, count, most)  # as jax.random.key has it
+    if not isinstance(rows, jax.core.Tracer):
+        rows = np.asarray(rows)  # to cut it on a device would take a program for each shape
+    cut = [row[: r * width].reshape(r, width) for row, (_, r, width) in zip(rows, sizes, strict=True)]
+    return cut if isinstance(rows, jax.core.Tracer) else jax.device_put(cut)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _uniforms(seed, numbers: jax.Array, bounds: jax.Array, count: int, size: int) -> jax.Array:
+    """float32[n, size]: row i begins with what jax.random.uniform draws for any shape, by key numbers[i] of `count`."""
+    keys = jax.random.split(jax.random.key(seed), count)[numbers]
+    return jax.vmap(lambda key, bound: jax.random.uniform(key, (size,), jnp.float32, -bound, bound))(keys, bounds)
+
+
 class Lora(nnx.Module):
     """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32. It adds scale * b a x to
     the output. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
 
+      a: as it begins (`first_rows`).
       alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT; r is `rank`.
       rate: of dropout on the adapter's input.
       dora: the magnitude starts at zero; get_peft_model sets it to the norms of the weight's rows.
@@ -86,20 +112,18 @@ class Lora(nnx.Module):
 
     def __init__(
         self,
-        in_size: int,
         out_size: int,
-        rank: int,
         alpha: float,
         rate: float,
-        key: jax.Array,
+        a: jax.Array,
         *,
         rslora: bool = False,
         dora: bool = False,
     ):
-        # PEFT's initialisation, Kaiming uniform with a = sqrt(5): uniform in +-1 / sqrt(in).
-        bound = 1.0 / math.sqrt(in_size)
-        self.a: nnx.Variable = nnx.Param(jax.random.uniform(key, (rank, in_size), jnp.float32, -bound, bound))
-        self.b: nnx.Variable = nnx.Param(jnp.zeros((out_size, rank), jnp.float32))
+        self.a: nnx.Variable = nnx.Param(a)
+        traced = isinstance(a, jax.core.Tracer)
+        b = (jnp if traced else np).zeros((out_size, a.shape[0]), np.float32)  # numpy's need no program
+        self.b: nnx.Variable = nnx.Param(b if traced else jax.device_put(b))
         self.magnitude = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if dora else None
         self.alpha = alpha
         self.rslora = rslora

@@ -16,7 +16,7 @@ from jaxtune.models import heads, values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.expert_linear import ExpertLinear, ExpertLora
-from jaxtune.models.linear import Frozen, Linear, Lora, NeverTrained, frozen, row_norm, trained
+from jaxtune.models.linear import Frozen, Linear, Lora, NeverTrained, first_rows, frozen, row_norm, trained
 from jaxtune.models.placement.streams import on_device
 from jaxtune.pallas.formats import Stored, dense
 
@@ -304,15 +304,17 @@ def get_peft_model(
     if (lora_dropout or use_dora) and any(isinstance(modules[name], ExpertLinear) for name in selected):
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
-    keys = jax.random.split(jax.random.key(seed), len(selected))
-    for (name, (rank, alpha)), key in zip(selected.items(), keys, strict=True):
+    experts = {name for name in selected if isinstance(modules[name], ExpertLinear)}
+    keys = jax.random.split(jax.random.key(seed), len(selected)) if experts else []
+    sizes = [(i, selected[name][0], modules[name].sizes[-1]) for i, name in enumerate(selected) if name not in experts]
+    rows = iter(first_rows(seed, sizes))
+    for number, (name, (rank, alpha)) in enumerate(selected.items()):
         linear = modules[name]
         if isinstance(linear, ExpertLinear):
             count, out_size, in_size = linear.sizes
-            linear.lora = ExpertLora(count, in_size, out_size, rank, alpha, key, rslora=use_rslora)
+            linear.lora = ExpertLora(count, in_size, out_size, rank, alpha, keys[number], rslora=use_rslora)
             continue
-        out_size, in_size = linear.sizes
-        lora = Lora(in_size, out_size, rank, alpha, lora_dropout, key, rslora=use_rslora, dora=use_dora)
+        lora = Lora(linear.sizes[0], alpha, lora_dropout, next(rows), rslora=use_rslora, dora=use_dora)
         if lora.magnitude is not None:
             lora.magnitude.set_value(
                 row_norm(dense(on_device(linear.stored_weight)), lora.a[...], lora.b[...], lora.scale)

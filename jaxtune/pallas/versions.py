@@ -5,8 +5,8 @@ was right with one may be wrong with another.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 from jaxtune.system import private_jax
@@ -20,12 +20,19 @@ _LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
 @functools.cache
 def of_kernels() -> tuple[str, ...]:
     """Versions of installed packages, loaded NVIDIA libraries (perhaps from elsewhere) and the driver; cached."""
-    named = {
-        (package.metadata["Name"] or "").lower().replace("_", "-"): package.version
-        for package in metadata.distributions()
-    }
-    packages = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
-    return (*packages, *_loaded(), _driver())
+    return (*_packages(), *_loaded(), _driver())
+
+
+def _packages() -> list[str]:
+    """Such as "jaxlib 0.11.2", by the names of their folders: to read what is in all of them takes half a second."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        for path in Path(folder).glob("*.*-info"):
+            name, _, version = path.stem.partition("-")
+            name = name.lower().replace("_", "-")
+            if name.startswith(_PACKAGES):
+                found.setdefault(name, version)  # Python takes the first
+    return [f"{name} {version}" for name, version in sorted(found.items())]
 
 
 def _loaded() -> list[str]:

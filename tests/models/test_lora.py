@@ -13,7 +13,7 @@ from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.quant import prepare_qat, quantize
-from jaxtune.models.linear import Frozen, row_norm
+from jaxtune.models.linear import Frozen, first_rows, row_norm
 from jaxtune.models.lora import freeze, get_peft_model, linears, without_adapter
 from jaxtune.train.engine.trained_model import trainable_names
 
@@ -49,6 +49,21 @@ def test_targets(base, targets, want):
     every_layer = [f"model.layers.{i}." for i in range(2)]
     assert [name.rsplit(".", 1)[1] for name in adapted(model)] == want * 2
     assert all(name.startswith(tuple(every_layer)) for name in adapted(model))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -1])
+def test_each_adapter_begins_with_what_its_own_key_draws(seed):
+    """The rows of all are drawn by one program."""
+    sizes = [(0, 16, 192), (1, 8, 257), (4, 4, 64)]
+    keys = jax.random.split(jax.random.key(seed), 5)
+    for (number, rank, width), a in zip(sizes, first_rows(seed, sizes), strict=True):
+        bound = width**-0.5
+        want = jax.random.uniform(keys[number], (rank, width), jnp.float32, -bound, bound)
+        np.testing.assert_array_equal(a, want)
+    shapes = nnx.eval_shape(lambda model: get_peft_model(model, r=2), tiny_model())
+    assert jax.tree.map(lambda leaf: leaf.shape, nnx.state(shapes)) == jax.tree.map(
+        lambda leaf: leaf.shape, nnx.state(get_peft_model(tiny_model(), r=2))
+    )
 
 
 def test_one_layer_by_its_whole_name_and_by_expression(base):

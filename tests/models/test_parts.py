@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import toy_family
 from flax import nnx
+from tiny import CONFIGS
 from tiny_models import shaken
 
 import jaxtune
 from jaxtune.models import registry
+from jaxtune.models.decoder import Decoder, abstract_decoder
 from jaxtune.models.hf import model_from_config
+from jaxtune.models.layers.segment import matrix_of
 from jaxtune.models.lora import matrices
+from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import AdapterConfig, MemoryConfig
@@ -185,3 +189,21 @@ for file in pathlib.Path("jaxtune").rglob("*.py"):
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found == ""
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_layer_has_the_matrices_of_its_segments_in_their_order(family):
+    model = abstract_decoder(config_from_hf(CONFIGS[family]), "float32")
+    for layer in model.layers:
+        names = [f"{part}.{name}" for part, name, _ in layer.matrices()]
+        assert names == [name for segment in layer.segments() for name in segment.matrices]
+        assert all(matrix is matrix_of(layer, name) for name, (*_, matrix) in zip(names, layer.matrices(), strict=True))
+
+
+def test_each_abstract_model_has_variables_of_its_own():
+    one, other = (abstract_decoder(config_from_hf(CONFIGS["llama"]), "bfloat16") for _ in range(2))
+    one.layers[0].mixer.q_proj.lora = "changed"
+    one.norm.weight.set_value(jnp.zeros(3))
+    assert other.layers[0].mixer.q_proj.lora is None and other.norm.weight.get_value().shape != (3,)
+    want = nnx.eval_shape(lambda: Decoder(config_from_hf(CONFIGS["llama"]), jax.random.key(0)))
+    assert nnx.graphdef(other) == nnx.graphdef(want)

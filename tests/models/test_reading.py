@@ -1,5 +1,5 @@
-"""A loaded model lies in one piece: the memory of tensors that are quantised, cast or decoded on a device is made
-before any tensor is read, and they are written into it; those that are placed as they are stored come before them."""
+"""A loaded model lies in one piece: the memory of tensors that are quantised, decoded or cast on a device is made
+before any tensor is read, and they are written into it; those that the host casts and places come before them."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def weights(model) -> list:
 def test_what_is_computed_lies_where_its_zeros_were(tmp_path, made, load_in, stored):
     write_checkpoint(tmp_path, MOE, shapes_of(MOE), DTYPES[stored])
     model = Pretrained(tmp_path, "bfloat16", load_in).load()
-    found = [places(weight) for weight in weights(model) if isinstance(weight, Stored) or stored != "bfloat16"]
+    found = [places(weight) for weight in weights(model) if isinstance(weight, Stored)]
     assert sorted(found) == sorted(made)
-    assert bool(made) == (load_in is not None or stored != "bfloat16")
+    assert bool(made) == (load_in is not None)  # the host casts
 
 
 @pytest.mark.full
@@ -92,7 +92,9 @@ def test_what_is_decoded_lies_where_its_zeros_were(tmp_path, made, load_in):
 def test_on_a_mesh_each_device_writes_its_part_over_its_zeros(tmp_path, made):
     write_checkpoint(tmp_path, MOE, shapes_of(MOE))
     model = Pretrained(tmp_path, "bfloat16", "nf4").load(mesh=partition.make_mesh(1, 2))
-    assert sorted(places(weight) for weight in weights(model)) == sorted(made)
+    whole = [weight for weight in weights(model) if not isinstance(weight, Stored) and weight.is_fully_replicated]
+    written = [places(weight) for weight in weights(model) if not any(weight is other for other in whole)]
+    assert whole and sorted(written) == sorted(made)  # the host casts what each device has whole
     assert all(len(place) % 2 == 0 for place in made)
     alone = Pretrained(tmp_path, "bfloat16", "nf4").load()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(model), jax.tree.leaves(alone))

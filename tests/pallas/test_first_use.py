@@ -1,5 +1,7 @@
 """A kernel is compared with the reference at its first use on a GPU; here the CPU says that it is one."""
 
+import shutil
+import sys
 import threading
 
 import jax
@@ -333,18 +335,17 @@ def test_a_pass_is_forgotten_with_another_version_of_what_makes_kernels(gpu, mon
     kernel, installed, loaded = Counted(), {"numpy": "2", "triton": "3.6"}, {"cudnn": 91900}
     driver = tmp_path / "version"
 
-    class Package:
-        def __init__(self, name):
-            self.metadata, self.version = {"Name": name}, installed[name]
-
     class Loaded:
         cudnn_get_version = staticmethod(lambda: loaded["cudnn"])
 
-    monkeypatch.setattr(versions.metadata, "distributions", lambda: [Package(name) for name in installed])
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     monkeypatch.setattr("jax._src.lib.cuda_versions", Loaded)
     monkeypatch.setattr(versions, "_DRIVER", driver)
 
     def checks_of_a_new_process():
+        shutil.rmtree(tmp_path / "site", ignore_errors=True)
+        for name, version in installed.items():
+            (tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info").mkdir(parents=True)
         versions.of_kernels.cache_clear()
         monkeypatch.setattr(dispatch, "first_uses", {})
         before = kernel.calls

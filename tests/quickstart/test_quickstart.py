@@ -11,14 +11,17 @@ import random
 import re
 import shlex
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
 import jaxtune
 from jaxtune import cli
+from jaxtune.system import timing
 from jaxtune.train import app
 from jaxtune.train.config.file import load_config
 from jaxtune.train.display.next_commands import next_commands
@@ -226,3 +229,21 @@ def test_the_base_answers_after_the_first_step(tmp_path, monkeypatch):
     assert results["before"]["exact_match"] == score
     assert [sample["given"] for sample in results["before"]["samples"]] == [given for _, _, given in answers]
     assert results["after"]["samples"] != results["before"]["samples"]
+
+
+def test_few_programs_are_compiled_until_the_first_step(tmp_path, monkeypatch):
+    """A CPU takes 0.05 s or more for each, however small: accumulate, update, evaluate, the adapters' first values, and
+    copies and zeros of the first state."""
+    jax.clear_caches()
+    compiled, push = [], timing.Recorder.push
+
+    def noted(recorder, phase):
+        if phase.name == "compile":
+            compiled.append(phase.part)
+        push(recorder, phase)
+
+    monkeypatch.setattr(timing.Recorder, "push", noted)
+    words = ["steps=1", "evaluation.exact_match_rows=0", "export.merged=false", f"output={tmp_path}/run"]
+    with timing.recording(time.monotonic()):
+        assert app.run(load_config("quickstart", words), console=Console(file=io.StringIO())) == 0
+    assert len(compiled) <= 24, Counter(compiled)

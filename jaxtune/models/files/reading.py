@@ -49,35 +49,72 @@ def _all_finite(tensor: jax.Array | Stored, dtype: str | None) -> jax.Array:
 
 def are_finite(tensor: jax.Array | np.ndarray | Stored, dtype: str | None = None) -> list[jax.Array | bool]:
     """Whether all numbers are finite, a bool for each part that this process has; those of device arrays are still
-    being computed. A host tensor goes to the device in parts of 256 MiB, or one larger row.
+    being computed.
 
       dtype: in which a plain tensor's numbers must be finite; None: its own.
     """
-    if not isinstance(tensor, np.ndarray):
-        return [_all_finite(section, dtype) for section in partition.addressable(tensor)]
-    rows = max(1, _PIECE_BYTES * len(tensor) // max(tensor.nbytes, 1))
+    if isinstance(tensor, np.ndarray):
+        return [_finite_on_host(tensor, dtype)]
+    target = None if isinstance(tensor, Stored) else dtype
     return [
-        bool(_all_finite(jnp.asarray(tensor[start : start + rows]), dtype)) for start in range(0, len(tensor), rows)
+        all(_finite_on_host(np.asarray(leaf), target) for leaf in jax.tree.leaves(section))
+        if _on_cpu(section)
+        else _all_finite(section, dtype)
+        for section in partition.addressable(tensor)
     ]
 
 
 def compile_are_finite(tensor: object, dtype: str | None = None) -> None:
     """Compiles are_finite for a tensor on one device, or its shapes."""
-    _all_finite.lower(tensor, dtype).compile()
+    if not _on_cpu(tensor):
+        _all_finite.lower(tensor, dtype).compile()
+
+
+def _on_cpu(tensor: object) -> bool:
+    """Whether a tensor, or its shapes with shardings, is on a CPU, where numpy needs no program to look at it."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tensor)]
+    return all(where is not None and all(d.platform == "cpu" for d in where.device_set) for where in shardings)
+
+
+def _finite_on_host(tensor: np.ndarray, dtype: str | None) -> bool:
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+        return True
+    flat = tensor.reshape(-1)
+    count = _PIECE_BYTES // tensor.itemsize
+    pieces = (flat[start : start + count] for start in range(0, flat.size, count))
+    return all(bool(np.isfinite(piece if dtype is None else _cast(piece, dtype)).all()) for piece in pieces)
+
+
+def _cast(tensor: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounded to nearest even, as torch does."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+        return tensor.astype(dtype, copy=False)
 
 
 def _computed(
-    entries: Mapping[str, headers.TensorEntry], dtype: str, encoded: Mapping[str, str], dtypes: Mapping[str, str]
+    entries: Mapping[str, headers.TensorEntry],
+    dtype: str,
+    encoded: Mapping[str, str],
+    dtypes: Mapping[str, str],
+    where: Callable[[str, Any], Any],
 ) -> dict[str, jax.ShapeDtypeStruct | Stored]:
-    """{name: shapes} of tensors that are quantised, cast or decoded on devices; others are placed as stored."""
+    """{name: shapes} of tensors that are quantised or decoded on devices, or cast there, as only one is that is divided
+    as it is read; others are placed by the host.
+    """
     shapes = {}
     for name, entry in entries.items():
-        tensor_dtype = dtypes.get(name, dtype)
+        plain = jax.ShapeDtypeStruct(entry.shape, dtypes.get(name, dtype))
         if name in encoded:
             shapes[name] = load_memory.encoded_shapes(entry.shape, dtype, encoded[name])
-        elif isinstance(entry, StoredEntry) or headers.DTYPES[entry.dtype].name != tensor_dtype:
-            shapes[name] = jax.ShapeDtypeStruct(entry.shape, tensor_dtype)
+            continue
+        cast = isinstance(entry, StoredEntry) or headers.DTYPES[entry.dtype].name != plain.dtype.name
+        if cast and (isinstance(entry, StoredEntry) or not _is_whole(where(name, plain))):
+            shapes[name] = plain
     return shapes
+
+
+def _is_whole(sharding: jax.sharding.Sharding | None) -> bool:
+    return sharding is None or sharding.is_fully_replicated
 
 
 @functools.cache
@@ -112,7 +149,7 @@ def _read_plain(
     else:
         stacked = isinstance(entry, expert_files.StackedEntry)
         read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
-    if sharding is None or sharding.is_fully_replicated:
+    if _is_whole(sharding):
         host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
         return host, Digest.of(name, host)
     divided = shards.over_devices(entry, sharding, read)
@@ -125,7 +162,9 @@ def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
     """(tensor, digest, are_finite(tensor)), so that reading threads compile the check; None for a tensor on several
     devices, which must get their programs in one order, from one thread.
     """
-    tensor, digest = load(name, entry)
+    tensor, digest, flags = load(name, entry)
+    if flags is not None:
+        return tensor, digest, flags
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if isinstance(leaf, jax.Array)]
     return tensor, digest, None if any(len(leaf.devices()) > 1 for leaf in leaves) else are_finite(tensor)
 
@@ -172,7 +211,7 @@ def read_tensors(
     """
     one_at_a_time, digest_cache = threading.Lock(), DigestCache(entry.file for entry in entries.values())
     moved = {name: entry for name, entry in entries.items() if name not in kept_quantised and name not in on_host}
-    computed = _computed(moved, dtype, encoded, dtypes)
+    computed = _computed(moved, dtype, encoded, dtypes, where)
     zeros = {name: _zeros(shapes, where(name, shapes)) for name, shapes in computed.items() if name not in pinned}
 
     def load(name, entry):
@@ -184,24 +223,28 @@ def read_tensors(
             sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, tensor_dtype))
             with timing.phase("files", "weights"):
                 tensor, digest = _read_plain(name, entry, sharding, digest_cache)
-        if name in on_host:
-            assert isinstance(tensor, np.ndarray)
-            return tensor.astype(tensor_dtype, copy=False), digest
+        if isinstance(tensor, np.ndarray) and name not in encoded:
+            with timing.phase("files", "weights"):
+                tensor = _cast(tensor, tensor_dtype)
+                flags = are_finite(tensor)
+            if name in on_host:
+                return tensor, digest, flags
+            with timing.phase("load"):
+                return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest, flags
         if name not in computed:
             with timing.phase("load"):
-                return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest
+                return jax.block_until_ready(partition.put(tensor, where(name, tensor))), digest, None
         alone = name in encoded or isinstance(tensor, Stored)
         with timing.phase("load"), one_at_a_time if alone else contextlib.nullcontext():
             if isinstance(tensor, Stored):
                 tensor = entry.layout.decoded(tensor, tensor_dtype)
-            # Cast on the device: XLA rounds to nearest even as torch does, and many times faster than numpy.
             if name in encoded:
                 tensor = quant.encode(jax.device_put(tensor).astype(dtype), encoded[name])
             placed = partition.put(tensor, where(name, tensor))
             if name in pinned:
                 placed = jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), placed, computed[name])
-                return jax.block_until_ready(placed), digest
-            return jax.block_until_ready(_moved_into(zeros.pop(name), placed)), digest
+                return jax.block_until_ready(placed), digest, None
+            return jax.block_until_ready(_moved_into(zeros.pop(name), placed)), digest, None
 
     arrays, digests, finite, waiting, in_flight = {}, {}, {}, deque(), 0
 

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -277,6 +278,12 @@ class Ready:
         with self._queue.changed:
             self._queue.ready.update(sizes)
         return prepared
+
+    def begin(self, size: Size) -> None:
+        """Begins to load or compile a program in a thread. Who calls it then waits, and raises what goes wrong."""
+        pool = ThreadPoolExecutor(1, "first round")
+        pool.submit(prepare, self._queue.shapes.calls(size))
+        pool.shutdown(wait=False)
 
     def choose(self, *options: Sequence[Size]) -> int | None:
         """The index of the first option whose programs are all ready; the first option's are compiled otherwise. None:

@@ -249,6 +249,7 @@ class Sampler:
         self._slots: list[Request | None] = [None] * count
         # programs of rounds; by the capacity, of the logits of rounds with masks
         self._decoding: dict[Decode | int, Callable] = {}
+        self._begun = False  # whether the first round's is being compiled
         self._rounds: collections.deque[_Round] = collections.deque()
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
@@ -679,7 +680,9 @@ class Sampler:
             new = in_turns(request for request in self._waiting if not request.placements)
             self._waiting = collections.deque([*again, *new])
         budget = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
-        self._reserve(list(itertools.islice(self._served(grows=True), len(free))))
+        self._reserve(nearest := list(itertools.islice(self._served(grows=True), len(free))))
+        if not self._ready.beside and not self._decoding and self._has_arrays:
+            self._begin_to_compile(nearest)
         while free and (request := next(self._served(), None)) is not None:
             batch = self._prefills.ready(request)
             if batch is None:
@@ -697,6 +700,22 @@ class Sampler:
         refused, self._refused = self._refused, []
         for request, error in refused:
             self._finish(request, [], [], "failed", error=error)
+
+    def _begin_to_compile(self, rows: Sequence[Request]) -> None:
+        """Begins to load or compile in a thread the program of the first round, if all rows need the same: their
+        prompts' is compiled meanwhile.
+        """
+        if self._begun or len(self._leaves[0].devices()) > 1:
+            return
+        needs = {(row.sampling.kind, next_power(len(row.ends)), row.constraint is None) for row in rows}
+        if len(needs) != 1:
+            return
+        ((kind, ends, free),) = needs
+        if free and not kind.adjusts and not self._first_at_once:
+            size = self._size(kind, self._steps, False)
+            size = dataclasses.replace(size, ends=max(ends, size.ends))
+            self._begun = True
+            self._ready.begin(size)
 
     def _served(self, grows: bool = False) -> Iterator[Request]:
         """Those that wait, in order, without rows whose programs are being compiled. grows: also with longer rows than

@@ -41,6 +41,8 @@ from jaxtune.models.layers.tiles import in_tiles
 from jaxtune.models.linear import NeverTrained
 from jaxtune.models.norm import Normed, RMSNorm, norm_of
 
+type Renamed = Mapping[str, Mapping[str, str]]  # of Block.renamed
+
 
 class PartMatrix(NamedTuple):
     part: str  # the block's attribute of the part that has it, such as "mixer"
@@ -208,9 +210,16 @@ class Block(nnx.Module):
 
     def matrices(self) -> list[PartMatrix]:
         """The matrices that can have an adapter or, if `quantizable`, be quantised, in the order of their products."""
-        named = (name for segment in self.segments() for name in segment.matrices)
-        parted = ((name, name.partition(".")) for name in named)
-        return [PartMatrix(part, matrix_name, matrix_of(self, name)) for name, (part, _, matrix_name) in parted]
+        # Of the parts' own segments: a start asks for the matrices of all layers a dozen times, for each of which the
+        # block's segments take a millisecond to make.
+        named = [
+            (part, module, name)
+            for part, module in self.parts.items()
+            for segment in module.segments()
+            if not segment.aux
+            for name in segment.matrices
+        ]
+        return [PartMatrix(part, name, matrix_of(module, name)) for part, module, name in named]
 
     @property
     def order(self) -> BackwardOrder:
@@ -233,39 +242,37 @@ class Block(nnx.Module):
 
     # ---- for the planner
 
-    def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes in memory at the end of the layer's forward beyond the residuals: a feed-forward's largest need."""
+    @property
+    def renamed(self) -> Renamed:
+        """{part: {its own name of a residual: the block's}} of those that differ."""
+        return {
+            part: {own: name for own, name in names.items() if own != name}
+            for part, (_, names) in self._own_segments().items()
+        }
+
+    def forward_bytes(self, sizes: Sizes, renamed: Renamed) -> float:
+        """Bytes in memory at the end of the layer's forward beyond the residuals: a feed-forward's largest need.
+        renamed: the property, which takes longer to find than all else here.
+        """
         needs = [
-            module.forward_bytes(self.sizes_of(part, sizes))
+            module.forward_bytes(sizes_of(part, sizes, renamed))
             for part, module in self.parts.items()
             if part not in self.mixers
         ]
         return max(needs, default=3.0 * sizes[LAYER_INPUT])
 
-    def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
+    def backward_bytes(self, part: str, sizes: Sizes, renamed: Renamed) -> Scratch:
         """The scratch memory of one part's backward beyond the residuals; a mixer states only its own."""
-        scratch = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
+        scratch = self.parts[part].backward_bytes(sizes_of(part, sizes, renamed))
         return Scratch(scratch, 0.0, covers_mixer=False) if part in self.mixers else scratch
 
-    def waiting_bytes(self, part: str, sizes: Sizes) -> float:
+    def waiting_bytes(self, part: str, sizes: Sizes, renamed: Renamed) -> float:
         """Bytes of a mixer's results that exist while the backward of a later feed-forward runs, before the mixer's
         own. sizes: of one micro-batch, residuals by the layer's names.
 
           part: the mixer's name.
         """
-        return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
-
-    def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
-        """`sizes` with the residuals of `part` also by the part's own names, which hide an earlier part's."""
-        changed = {part_name: name for part_name, name in self._own_segments()[part][1].items() if part_name != name}
-        if not changed:
-            return sizes
-        recomputed = {part_name for part_name, name in changed.items() if name in sizes.recomputed}
-        return dataclasses.replace(
-            sizes,
-            residuals={**sizes.residuals, **{part_name: sizes[name] for part_name, name in changed.items()}},
-            recomputed=(sizes.recomputed - changed.keys()) | recomputed,
-        )
+        return self.parts[part].waiting_bytes(sizes_of(part, sizes, renamed))
 
     # ---- generation
 
@@ -332,6 +339,18 @@ class Block(nnx.Module):
                     outputs = segment.run(self, context, *map(values.get, segment.reads))
                     values |= zip(segment.outputs, outputs, strict=True)
         return values[LAYER_OUTPUT], after, given_values
+
+
+def sizes_of(part: str, sizes: Sizes, renamed: Renamed) -> Sizes:
+    """`sizes` with the residuals of `part` also by the part's own names, which hide an earlier part's."""
+    if not (changed := renamed[part]):
+        return sizes
+    recomputed = {part_name for part_name, name in changed.items() if name in sizes.recomputed}
+    return dataclasses.replace(
+        sizes,
+        residuals={**sizes.residuals, **{part_name: sizes[name] for part_name, name in changed.items()}},
+        recomputed=(sizes.recomputed - changed.keys()) | recomputed,
+    )
 
 
 def _in_block(

@@ -234,7 +234,7 @@ class Engine:
     def zero_sums(self, state: TrainState) -> Leaves[Sums]:
         """Zeros to which a process's first step adds; later steps get the update's."""
         shapes = Leaves.of(self.sums_shapes(state), self.program.stacked)
-        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
+        return jax.tree.map(partition.zeros, shapes)
 
     def first_sums(self, state: TrainState) -> Leaves[Sums]:
         """`zero_sums` below which a block of GPU memory stays free for the next step's rows. Without it they lie above

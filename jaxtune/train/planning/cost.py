@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxtune.models.components import stored_as
 from jaxtune.models.config import DecoderConfig
-from jaxtune.models.decoder import Decoder
+from jaxtune.models.decoder import Decoder, abstract_decoder
 from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Segment
@@ -379,8 +379,7 @@ def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
     """The model as shapes. Reads the config.json of a teacher."""
     base, precision = spec.base, spec.precision
 
-    def make():
-        model = Decoder(shape, jax.random.key(0), precision.dtype, spec.tower)
+    def changed(model: Decoder) -> Decoder:
         if base.load_in is not None or precision.components:
             model = stored_as(model, precision.components, base.load_in)
         if base.compute == "fp8":
@@ -388,7 +387,8 @@ def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
         model = with_head(model, spec.head)
         return with_trained_parts(model, base, spec.adapter, spec.seed)
 
-    return with_teacher(nnx.eval_shape(make), teacher_shapes(spec.objective, precision.dtype, spec.tower is not None))
+    model = nnx.eval_shape(changed, abstract_decoder(shape, precision.dtype, spec.tower))
+    return with_teacher(model, teacher_shapes(spec.objective, precision.dtype, spec.tower is not None))
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:

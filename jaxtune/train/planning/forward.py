@@ -39,7 +39,7 @@ def forward_bytes(costs: StepParts, tokens: float, chunk_tokens: int, device: De
     for kind in costs.layers.kinds:
         residuals = {name: kind.residual_bytes(name, tokens) for name in kind.residuals}
         sizes = Sizes(residuals, frozenset(residuals), 1, shape.dtype, shape.length, device.hopper, device.name)
-        layers.append(sum(residuals.values()) + kind.block.forward_bytes(sizes))
+        layers.append(sum(residuals.values()) + kind.block.forward_bytes(sizes, kind.renamed))
     hidden = tokens * shape.hidden_size * shape.dtype.itemsize
     head_parts, logit_parts = costs.head.parts_bytes(shape, device)
     logits = chunk_tokens * shape.vocab_size * (4.0 + shape.dtype.itemsize + logit_parts)

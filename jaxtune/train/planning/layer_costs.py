@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fitted import EXPERT_GRADIENT_TIME
-from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
+from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block, Renamed, sizes_of
 from jaxtune.models.layers.segment import Context, Segment, Sizes, matrix_of, weights_per_token
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
@@ -100,6 +100,10 @@ class LayerKind:
         return self.residuals[name] * tokens + self.padding[name]
 
     @functools.cached_property
+    def renamed(self) -> Renamed:
+        return self.block.renamed
+
+    @functools.cached_property
     def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
         """{part: output names of each of its segments}, in the order in which parts run."""
         return {
@@ -121,7 +125,7 @@ class LayerKind:
         block = self.block
 
         def of_part(layer_part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
-            return lambda sizes: bytes_of(block.sizes_of(layer_part, sizes))
+            return lambda sizes: bytes_of(sizes_of(layer_part, sizes, self.renamed))
 
         segments = ((layer_part, s) for layer_part in block.parts for s in block.part_segments(layer_part))
         return tuple(

@@ -221,7 +221,7 @@ def _remade(
         )
         moments = _backward_bytes(kind, facts)
         at_feed_forward, at_mixer = max(at_feed_forward, moments[0]), max(at_mixer, moments[1])
-        work_forward = max(work_forward, kind.block.forward_bytes(facts))
+        work_forward = max(work_forward, kind.block.forward_bytes(facts, kind.renamed))
     return recompute, at_feed_forward, at_mixer, work_forward
 
 
@@ -257,7 +257,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
     remaining = sum(dropped.values())  # without the residuals of parts whose backward is done
     at_feed_forward, at_mixer, covered = -math.inf, -math.inf, False
     for layer_part, outputs in reversed([*kind.outputs.items()]):
-        scratch = block.backward_bytes(layer_part, sizes)
+        scratch = block.backward_bytes(layer_part, sizes, kind.renamed)
         bytes_here = remaining + scratch.own_bytes + scratch.other_segments_bytes
         if layer_part in kind.mixer_outputs:
             if sizes.tiles > 1:
@@ -265,7 +265,9 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
             at_mixer = at_mixer if covered else max(at_mixer, bytes_here)
         elif scratch.covers_mixer:
             covered = True
-            of_mixers = sum(block.waiting_bytes(mixer, sizes) for mixer in _mixers_before(kind, layer_part))
+            of_mixers = sum(
+                block.waiting_bytes(mixer, sizes, kind.renamed) for mixer in _mixers_before(kind, layer_part)
+            )
             at_mixer = max(at_mixer, bytes_here + waiting + of_mixers)
         else:
             later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, layer_part))
