@@ -36,6 +36,7 @@ def main(records: Path = RECORDS, docs: Path = DOCS, peers: Path = PEERS) -> int
         (docs / "images").mkdir(parents=True, exist_ok=True)
         for file, text in of_readme(_shown(beside), docs).items():
             file.write_text(text, encoding="utf-8")
+    parts += [table.packed(record) for name, record in others.items() if name.startswith("packed")]
     parts += [table.published(record) for name, record in others.items() if name.startswith("published")]
     parts += [table.rewarded(record) for name, record in others.items() if name.startswith("grpo")]
     if not parts:
