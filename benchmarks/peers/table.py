@@ -121,8 +121,8 @@ def packed(record: Record) -> str:
     """The part of the page of real rows that every program packs."""
     said, note = record["settings"], f"{versions(record)}. `python -m benchmarks.peers sft --documents FILE`"
     text = (
-        f"As above, with real rows: {said['documents']} into {said['rows']} rows of {said['length']:,} a step, by TRL's "
-        "`packing=True` (no token sees another document in either program). Tokens are real ones, without padding."
+        f"As above, with real rows: {said['documents']} into {said['rows']} rows of {said['length']:,} a step, by "
+        "TRL's `packing=True`; in no program a token sees another document. Tokens are real ones, without padding."
     )
     return "\n".join(["## Packed rows beside TRL and PEFT", "", text, "", *lines(record), "", note, ""])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import table
+from benchmarks.proof.formats import run_name
 from benchmarks.record import RESULTS
 from benchmarks.table import _versions
 
@@ -124,7 +125,7 @@ def formats(record: Record, images: Path, name: str) -> str:
             continue
         losses = ", ".join("-" if loss is None else f"{loss:.4f}" for loss in each["losses"])
         mean = each.get("mean_difference")
-        run = record["runs"].get(f"{kind} 0".replace(" ", "_"), {})
+        run = record["runs"].get(run_name(kind, 0), {})
         difference = "-" if mean is None else f"{mean:+.4f}"
         difference += "".join(
             f"; {value:+.4f} after {step} of the next seed" for step, value in each.get("stopped", ())
@@ -147,6 +148,8 @@ def formats(record: Record, images: Path, name: str) -> str:
     if name == "formats_wide":
         title, options = "Formats, eight times wider", f" --model WIDE{options}"
         text += " WIDE: `python scripts/real_model.py GGUF --widen 8 --output WIDE`, the same function, hidden 4,608."
+    if others := {run.get("commit", record["commit"]) for run in record["runs"].values()} - {record["commit"]}:
+        text += f" Some runs are of commit {', '.join(sorted(commit[:7] for commit in others))}."
     command = f"formats{options} --steps {record['steps']}"
     return _part(title, command, record, [text, "", f"![Held-out losses](images/proof_{name}.svg)", "", *lines])
 

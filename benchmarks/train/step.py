@@ -1,8 +1,9 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
-    python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed|pairs|FILE]
-                                    [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8|mxfp4] [--compute fp8]
-                                    [--qat int4] [--precision norms=fp32,layers.0.*=bf16]
+    python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048]
+                                    [--documents full|packed|pairs|FILE] [--objective sft|dpo|dpo_precomputed]
+                                    [--load-in nf4|fp8|mxfp4] [--compute fp8] [--qat int4]
+                                    [--precision norms=fp32,layers.0.*=bf16]
                                     [--plan keep|recompute|...|auto] [--budget-gb 24] [--micro-batches 1]
                                     [--data 1] [--fsdp 1] [--output FILE.json]
 

@@ -132,7 +132,8 @@ def test_a_checkpoint_is_read_and_written_bit_for_bit(tmp_path, kind, hf, inputs
 def test_scales_have_the_least_error_and_numbers_on_the_grid_stay(seed, rows, blocks, spread):
     """Beside every scale that is tried, and encoded again, as export of what QAT rounded needs."""
     draw = np.random.default_rng(seed)
-    wide = (draw.standard_t(3, (rows, 16 * blocks)) * np.exp2(draw.normal(size=(rows, 16 * blocks)) * spread)).astype("f4")
+    shape = rows, 16 * blocks
+    wide = (draw.standard_t(3, shape) * np.exp2(draw.normal(size=shape) * spread)).astype("f4")
     weight = NVFP4.encode(wide)
     again = NVFP4.encode(weight.decode("float32"))
     np.testing.assert_allclose(again.decode("float32"), weight.decode("float32"), rtol=4e-7)  # of the tensor's scale

@@ -233,8 +233,8 @@ def _rounded(value: jax.Array, dtype) -> jax.Array:
 
 @jax.jit
 def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
-    """Quantises [..., out, in], whose rows are whole blocks. tensor_scale: float32[..., 1, 1], under which scales follow
-    from the largest magnitudes; None: from the largest magnitude of all, and scales of blocks are `_fitted`.
+    """Quantises [..., out, in], whose rows are whole blocks. tensor_scale: float32[..., 1, 1], and scales of blocks
+    follow from their largest magnitudes; None: from the largest of all, and scales of blocks are `_fitted`.
     """
     wide, fitted = array.astype(jnp.float32), tensor_scale is None
     if tensor_scale is None:
