@@ -16,9 +16,11 @@ def write_documents(rows: Path, tokenizer: Path, file: Path) -> int:
     from jaxtune.train.data.rendering.formats import detect_format, normalize
 
     loaded, documents = load_tokenizer(tokenizer), []
+    if loaded is None:
+        raise SystemExit(f"{tokenizer}: has no tokenizer")
     for line in rows.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        turns = [dict(turn) for turn in normalize(row, detect_format(row)).messages]
+        turns = [dict(turn) for turn in normalize(row, detect_format(row)).messages or ()]
         documents.append(loaded.apply_chat_template(turns, tokenize=True, return_dict=False))
     file.write_text("".join(f"{json.dumps(document)}\n" for document in documents), encoding="utf-8")
     return sum(map(len, documents))

@@ -124,7 +124,8 @@ class Beside:
             file.unlink(missing_ok=True)
         words = [*peer.arguments, *FORMATS[kind].split(), "--model", str(self.model), "--steps", str(self.steps)]
         words += ["--rows", str(ROWS), "--length", str(LENGTH), "--output", str(output), "--go", str(go)]
-        words += ["--documents", str(self.documents)] if self.documents else []
+        if self.documents:  # what masks a packed batch may grow with its square, so the smallest comes first
+            words += ["--documents", str(self.documents), "--micro-batches", "1,2,4,8"]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with output.with_suffix(".log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(

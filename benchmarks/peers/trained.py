@@ -5,7 +5,7 @@
                                        [--documents FILE]
 
 Every optimizer step is of `--rows` rows of `--length` random tokens, or of the documents of a file (documents.py) as
-the trainer packs them: a micro-batch of m rows, rows / m of them accumulated. A smaller one is tried while it is faster
+the trainer packs them: a micro-batch of m rows, rows / m of them accumulated. The next one is tried while it is faster
 than the one before. What is timed is the trainer's whole step, between two synchronisations of the device; tokens are
 real ones, without padding.
 """

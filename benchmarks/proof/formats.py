@@ -18,12 +18,16 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "int8": ("model.load_in=int8",),
     "nvfp4": ("model.load_in=nvfp4",),
     "nf4": ("model.load_in=nf4",),
-    # What `jaxtune sensitivity --by kinds` finds to cost most for its bytes, in eight bits.
+}
+# What `jaxtune sensitivity --by kinds --keep int8` finds to cost most for its bytes, in eight bits; run if named.
+MENDED: dict[str, tuple[str, ...]] = {
     "nvfp4 v int8": ("model.load_in=nvfp4", "precision={'*': bf16, v_proj: int8}"),
     "nvfp4 kv int8": ("model.load_in=nvfp4", "precision={'*': bf16, '[kv]_proj': int8}"),
     "nf4 v int8": ("model.load_in=nf4", "precision={'*': bf16, v_proj: int8}"),
     "nf4 kv int8": ("model.load_in=nf4", "precision={'*': bf16, '[kv]_proj': int8}"),
     "nf4 kv down int8": ("model.load_in=nf4", "precision={'*': bf16, '[kv]_proj': int8, down_proj: int8}"),
+    # Products of one kind in 16 bits, over weights of as many bytes.
+    "fp8 products but down": ("model.load_in=fp8", "model.compute=fp8", "precision={'*': bf16, down_proj: int8}"),
 }
 RANKS = ("1", "8", "64", "full")
 RATES = {"lora": (5e-5, 2e-4, 8e-4, 3.2e-3, 1.28e-2), "full": (3e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4)}
@@ -56,11 +60,11 @@ def run_formats(
     until = time.time() + seconds
     output.mkdir(parents=True, exist_ok=True)
     own = common(model, questions(rows, output), steps)
-    kept = whole_runs(output / "formats.json", steps)
+    settings, kept = FORMATS | MENDED, whole_runs(output / "formats.json", steps)
     every = {run_name(name, seed): (name, seed) for seed in range(seeds) for name in list(names) or list(FORMATS)}
-    runs = [Run(run, (*FORMATS[name], f"seed={seed}")) for run, (name, seed) in every.items() if run not in kept]
+    runs = [Run(run, (*settings[name], f"seed={seed}")) for run, (name, seed) in every.items() if run not in kept]
     found = kept | train_all(runs, own, output, at_once, until - 5)
-    chosen = [name for name in FORMATS if any(run_name(name, seed) in found for seed in range(seeds))]
+    chosen = [name for name in settings if any(run_name(name, seed) in found for seed in range(seeds))]
     record = {"steps": steps, "length": LENGTH, "runs": found, "paired": paired(found, chosen, seeds)}
     print(json.dumps(record["paired"], indent=1))
     save(output, "formats", record)

@@ -86,7 +86,7 @@ def documents_of(kind: str, rows: int, length: int, vocab_size: int) -> Document
     """`full`: every row one document. `pairs`: two of half a row each. `packed`: log-normal lengths of mean 512, sigma
     0.8, like instruction data. Else a file of real ones (benchmarks/peers/documents.py)."""
     if kind not in KINDS:
-        return Documents.gather(read_documents(Path(kind), length))
+        return Documents.gather([np.asarray(ids) for ids in read_documents(Path(kind), length)])
     rng = np.random.default_rng(0)
     lengths = [length // 2] * (4 * rows) if kind == "pairs" else [length] * (2 * rows)
     if kind == "packed":
@@ -313,7 +313,7 @@ def measure(options) -> dict:
         "step_seconds": step_seconds,
         "step_seconds_all": [round(b - a, 5) for a, b in itertools.pairwise(arrivals)],
         "tokens_per_second": slots / step_seconds,
-        "real_tokens_per_second": statistics.mean(sum(counts["lengths"]) for counts in rows.counts) / step_seconds,
+        "real_tokens_per_second": statistics.mean(counts["tokens"] for counts in rows.counts) / step_seconds,
         "tokens_per_second_per_gpu": slots / step_seconds / trainer.mesh.size,
         "mfu": None if peak_flops is None else flops / step_seconds / (peak_flops * trainer.mesh.size),
         "peak_memory_gb": max(peaks),

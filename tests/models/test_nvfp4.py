@@ -146,7 +146,7 @@ def test_scales_have_the_least_error_and_numbers_on_the_grid_stay(seed, rows, bl
         return np.square(np.abs(scaled[..., None] - grid).min(-1)).sum(-1) * scale**2
 
     largest = np.minimum(numbers.max(-1) / 6 * whole, 448).astype(np.float32).astype(E4M3)
-    steps = largest.view(np.uint8).astype(int)[None] + np.array([0, -1, 1, 2, 3, 4, 5, 6])[:, None, None]
+    steps = largest.view(np.uint8).astype(int)[None] + np.arange(7)[:, None, None]
     tried = np.clip(steps, 1, 126).astype(np.uint8).view(E4M3).astype(np.float64)
     regular = (largest.view(np.uint8) >= 8) & (largest.view(np.uint8) < 126)  # not the largest, and no subnormal
     least = np.min([error(each) for each in tried], axis=0)

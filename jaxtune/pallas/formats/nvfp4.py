@@ -42,9 +42,8 @@ _LARGEST_SCALE, _LARGEST_BITS = 448.0, 0x7E  # the largest number of e4m3, and i
 # The number of each byte in e4m3, for kernels that look up a block's scale by its stored byte.
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 _SCALE_OF_ZEROS = 0.125  # the scale of a block whose scale would round to zero, as in compressed-tensors
-# Scales that are tried for a block, in steps of e4m3 from the one that maps its largest number to 6: one that clips it,
-# and those up to the one that maps it to 4, which is four to six steps off. The first of equally good ones is taken.
-_TRIED = (0, -1, 1, 2, 3, 4, 5, 6)
+# A block's largest number is mapped to 6 to 4: by e4m3's scale for 6, or by one that is up to so many numbers larger.
+_STEPS = 6
 _UNITS = 1024  # of errors, which are summed as whole numbers: the sum is the same in any order, so on every device
 
 
@@ -75,8 +74,8 @@ class NVFP4(Stored):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 (`divides` is True). The tensor's scale is
-        compressed-tensors'; a block's is the one of least squared error of those that map its largest number to 4 to 6,
-        or clip it by a step. The bytes are equal on every device. Numbers of a decoded weight stay on its grid.
+        compressed-tensors'; a block's is the one of least squared error of those that map its largest number to 6 to 4.
+        The bytes are equal on every device. Numbers of a decoded weight stay on its grid.
 
         Raises:
           TypeError: another dtype.
@@ -255,7 +254,7 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
 
 
 def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-    """Of the scales `_TRIED` beside each block's, those with the least sum of squared errors.
+    """For each block its scale or the larger one, of `_STEPS`, with the least sum of squared errors.
 
     The largest scale stays, with the tensor's largest number, from which the tensor's scale follows; so does NaN.
 
@@ -263,22 +262,21 @@ def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax
       scales: float8_e4m3fn[..., out, in / 16], that map the largest number of each block to 6.
     """
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
-    settled = bits >= _LARGEST_BITS
 
     def tried(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = jnp.where(settled, bits, jnp.clip(bits + step, 1, _LARGEST_BITS)).astype(jnp.uint8)
+        found = jnp.maximum(bits, jnp.minimum(bits + step, _LARGEST_BITS)).astype(jnp.uint8)
         scale = jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn).astype(jnp.float32)
         inverse = divide(jnp.broadcast_to(tensor_scale, scale.shape), scale)[..., None]
-        scaled = jnp.minimum(sizes * inverse, 16.0)  # 16 squares of what is beyond 6 fit into 31 bits
+        scaled = sizes * inverse
         rounded = to_e2m1(jnp.minimum(scaled, LARGEST))
         error = jnp.round(scaled * _UNITS).astype(jnp.int32) - (rounded * _UNITS).astype(jnp.int32)
         return found, jnp.square(error).sum(-1).astype(jnp.float32) * jnp.square(scale)
 
     def better(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        found, error = tried(jnp.asarray(_TRIED)[index])
+        found, error = tried(index)
         return jnp.where(error < best[1], found, best[0]), jnp.minimum(error, best[1])
 
-    best, _ = jax.lax.fori_loop(1, len(_TRIED), better, tried(jnp.int32(_TRIED[0])))
+    best, _ = jax.lax.fori_loop(1, _STEPS + 1, better, tried(jnp.int32(0)))
     return jax.lax.bitcast_convert_type(best, jnp.float8_e4m3fn)
 
 
