@@ -71,6 +71,31 @@ def test_losses_are_paired_by_seed():
     assert found["spread_of_seeds"] == pytest.approx(0.5)
 
 
+def test_a_further_call_keeps_whole_runs_with_their_commit(tmp_path, monkeypatch):
+    """Of a record of as many steps; what was stopped, and what it lacks, runs."""
+    done, cut = {"held_out": [[0, 9.0], [10, 1.0]], "exit": 0}, {"held_out": [[0, 9.0]], "exit": -9}
+    record = {**_WHERE, "steps": 10, "runs": {"bf16_0": done, "nf4_0": cut}}
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output/formats.json").write_text(json.dumps(record))
+    for name in ("train", "test"):
+        work.write_rows(tmp_path / f"{name}.jsonl", [{"question": "q", "answer": "a"}])
+    ran = []
+
+    def train_all(runs, *rest):
+        ran.extend(run.name for run in runs)
+        return {run.name: {**done, "held_out": [[0, 9.0], [10, 1.5]]} for run in runs}
+
+    monkeypatch.setattr(formats, "train_all", train_all)
+    output = tmp_path / "output"
+    formats.run_formats("model", tmp_path, output, 10, 60.0, 1, 1, ["bf16", "nf4", "nf4 v int8"])
+    assert ran == ["nf4_0", "nf4_v_int8_0"]
+    found = json.loads((output / "formats.json").read_text())
+    assert found["runs"]["bf16_0"]["commit"] == "abcdef0123" and "commit" not in found["runs"]["nf4_0"]
+    assert found["paired"]["nf4 v int8"]["mean_difference"] == pytest.approx(0.5)
+    formats.run_formats("model", tmp_path, output, 20, 60.0, 1, 1, ["bf16"])
+    assert ran[-1] == "bf16_0"
+
+
 def test_cosines_are_of_what_changed():
     names = [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
     draw = np.random.default_rng(0)
@@ -157,6 +182,29 @@ def test_the_page_and_the_readme_say_both_settings_of_a_peer(tmp_path):
     drawn = (docs / "images" / page.PICTURE).read_text()
     for bar in ("recomputing</text>", "kept activations</text>", "all memory</text>", "16,000", "10,000", "18,000"):
         assert bar in drawn, bar
+
+
+def test_packed_rows_have_their_own_part(tmp_path):
+    """Their record is not the one that the README shows; jaxtune's rate is of real tokens."""
+    (tmp_path / "rows.jsonl").write_text("[1, 2, 3]\n[4, 5, 6, 7, 8]\n")
+    beside = sft.Beside(tmp_path, tmp_path / "model", 1.0, 5, tmp_path / "rows.jsonl")
+    assert beside.record["settings"]["documents"] == "2 of rows.jsonl, 4 tokens on average, packed"
+    tried = [{"micro_batch": 8, "tokens_per_second": 100.0, "peak_memory_gb": 80.0}]
+    (tmp_path / "trl.json").write_text(json.dumps({"tried": tried}))
+    beside.add("bf16", next(peer for peer in sft.PEERS if peer.name == "trl true"), tmp_path / "trl.json", None, 60.0)
+    found = {"tokens_per_second": 500.0, "real_tokens_per_second": 200.0, "peak_memory_gb": 60.0, "micro_batches": 1}
+    beside.call.ahead = lambda cases: None
+    beside.call.run = lambda *arguments: dict(found)
+    beside.ours([("bf16", "whole card")])
+    beside.ratios()
+    peers = tmp_path / "peers"
+    for folder in (peers, tmp_path / "docs"):
+        folder.mkdir()
+    (peers / beside.call.output.name).write_text(beside.call.output.read_text())
+    assert page.main(tmp_path / "none", tmp_path / "docs", peers) == 0
+    text = (tmp_path / "docs/proof.md").read_text()
+    assert "## Packed rows beside TRL and PEFT" in text and "## Beside Unsloth" not in text
+    assert "| 100 | 80.0 | 200 | 60.0 | **2.00** |" in text
 
 
 def test_no_ratio_without_a_run_within_the_peak(tmp_path):

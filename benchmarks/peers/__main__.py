@@ -2,6 +2,7 @@
 
     pip install unsloth trl peft bitsandbytes liger-kernel     # what is missing is recorded as failed
     python -m benchmarks.peers sft       --output DIR [--formats bf16,nf4] [--peers unsloth,trl] [--seconds 560]
+    python -m benchmarks.peers sft       --output DIR --documents FILE  # packed rows (peers/documents.py makes FILE)
     python -m benchmarks.peers published --output DIR  # jaxtune at shapes of which prime-rl publishes figures
     python benchmarks/rewards.py --output DIR/grpo.json 8b trl_8b  # steps of GRPO, jaxtune's and TRL's
 
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir(), "random-llama-3.1-8b"))
     parser.add_argument("--formats", default="bf16,nf4")
     parser.add_argument("--peers", default="unsloth", help="that a setting's name begins with: unsloth, trl, trl liger")
+    parser.add_argument("--documents", type=lambda text: Path(text).resolve(), help="real documents, which are packed")
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--each", type=float, default=150, help="seconds of one peer's setting at most")
     parser.add_argument("--steps", type=int, default=5)
@@ -45,7 +47,8 @@ def main() -> int:
     names = options.peers.split(",")
     if unknown := [name for name in names if not any(peer.name.startswith(name) for peer in sft.PEERS)]:
         parser.error(f"--peers: no {', '.join(unknown)}; there are {', '.join(peer.name for peer in sft.PEERS)}")
-    sft.run(options.model, options.output, kinds, names, options.seconds, options.each, options.steps)
+    timing = options.seconds, options.each, options.steps
+    sft.run(options.model, options.output, kinds, names, *timing, options.documents)
     return 0
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Step
+from benchmarks.peers.documents import read_documents
 from benchmarks.peers.trained import RANK, installed
 from benchmarks.processes import ROOT, Call, Side
 from benchmarks.processes import wait as wait_for
@@ -84,15 +86,15 @@ def file_name(card: str) -> str:
 class Beside:
     """The processes of a call and its record, which is written after every case."""
 
-    def __init__(self, output: Path, model: Path, seconds: float, steps: int):
+    def __init__(self, output: Path, model: Path, seconds: float, steps: int, documents: Path | None = None):
         card = card_name()
-        self.call = Call(output / file_name(card), seconds)
-        self.model, self.steps = model, steps
+        self.call = Call(output / (f"packed_{file_name(card)}" if documents else file_name(card)), seconds)
+        self.model, self.steps, self.documents = model, steps, documents
         self.side = Side("new", ROOT, commit_here(), Path(tempfile.gettempdir(), "jaxtune_benchmarks"))
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.record = self.call.begun(
             {
-                "benchmark": "peers",
+                "benchmark": "peers/packed" if documents else "peers",
                 "device": card,
                 "commit": self.side.commit,
                 "time": now,
@@ -102,7 +104,7 @@ class Beside:
                     "weights": "random",
                     "rows": ROWS,
                     "length": LENGTH,
-                    "documents": "one a row, of full length",
+                    "documents": packed_words(documents) if documents else "one a row, of full length",
                     "adapter": f"LoRA r={RANK} on all linear layers",
                     "optimizer": "AdamW, 32-bit states",
                     "timed_steps": steps,
@@ -122,6 +124,8 @@ class Beside:
             file.unlink(missing_ok=True)
         words = [*peer.arguments, *FORMATS[kind].split(), "--model", str(self.model), "--steps", str(self.steps)]
         words += ["--rows", str(ROWS), "--length", str(LENGTH), "--output", str(output), "--go", str(go)]
+        if self.documents:  # what masks a packed batch may grow with its square, so the smallest comes first
+            words += ["--documents", str(self.documents), "--micro-batches", "1,2,4,8"]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with output.with_suffix(".log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
@@ -184,7 +188,7 @@ class Beside:
         """jaxtune at (format, budget's name) each, but where the whole card's run is within that budget. after: a
         process that ends before anything is timed."""
         cases = {
-            (kind, name): Step(_arguments(kind, self.budgets(kind)[name]), self.steps + 3)
+            (kind, name): Step(_arguments(kind, self.budgets(kind)[name], self.documents), self.steps + 3)
             for kind, name in wanted
             if not self.covered(kind, name) and "tokens_per_second" not in self.case(kind, f"jaxtune {name}")
         }
@@ -196,6 +200,8 @@ class Beside:
             found = self.call.run(self.side, step, f"{kind} jaxtune, {name}", 20, 120, pool_of(step))
             if found is None:
                 break
+            if "real_tokens_per_second" in found:
+                found["tokens_per_second"] = found["real_tokens_per_second"]
             self.record["cases"][kind][f"jaxtune {name}"] = found
             self.save()
 
@@ -228,8 +234,15 @@ class Beside:
         self.save()
 
 
-def _arguments(kind: str, budget: float | None) -> str:
+def packed_words(documents: Path) -> str:
+    """How many documents of how many tokens a file has."""
+    lengths = [len(document) for document in read_documents(documents, LENGTH)]
+    return f"{len(lengths):,} of {documents.name}, {sum(lengths) / len(lengths):.0f} tokens on average, packed"
+
+
+def _arguments(kind: str, budget: float | None, documents: Path | None = None) -> str:
     within = "" if budget is None else f"--budget-gb {budget:.3f}"
+    within += f" --documents {shlex.quote(str(documents))}" if documents else ""
     return f"--shape {SHAPE} --rows {ROWS} --length {LENGTH} --rank {RANK} --plan auto {FORMATS[kind]} {within}"
 
 
@@ -246,12 +259,20 @@ def prepare(model: Path) -> subprocess.Popen:
 
 
 def run(
-    model: Path, output: Path, kinds: Sequence[str], peers: Sequence[str], seconds: float, each: float, steps: int
+    model: Path,
+    output: Path,
+    kinds: Sequence[str],
+    peers: Sequence[str],
+    seconds: float,
+    each: float,
+    steps: int,
+    documents: Path | None = None,
 ) -> None:
-    """Every peer's setting whose name begins with one of `peers`, and jaxtune; what the record has is kept."""
+    """Every peer's setting whose name begins with one of `peers`, and jaxtune; what the record has is kept. documents:
+    a file of real ones, which each program packs."""
     for folder in (output, SCRATCH):
         folder.mkdir(parents=True, exist_ok=True)
-    beside = Beside(output, model, seconds, steps)
+    beside = Beside(output, model, seconds, steps, documents)
     wanted = [(kind, peer) for peer in PEERS for kind in kinds if peer.name.startswith(tuple(peers))]
     wanted = [(kind, peer) for kind, peer in wanted if not beside.case(kind, peer.name).get("fastest")]
     first = beside.start(*wanted[0]) if wanted else None

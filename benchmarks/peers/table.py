@@ -117,6 +117,16 @@ def sentences(record: Record) -> str:
     )
 
 
+def packed(record: Record) -> str:
+    """The part of the page of real rows that every program packs."""
+    said, note = record["settings"], f"{versions(record)}. `python -m benchmarks.peers sft --documents FILE`"
+    text = (
+        f"As above, with real rows: {said['documents']} into {said['rows']} rows of {said['length']:,} a step, by "
+        "TRL's `packing=True`; in no program a token sees another document. Tokens are real ones, without padding."
+    )
+    return "\n".join(["## Packed rows beside TRL and PEFT", "", text, "", *lines(record), "", note, ""])
+
+
 def published(record: Record) -> str:
     """The part of the page of figures that others publish for one card of another machine."""
     rows = ["| shape | published, one H100 | jaxtune here, tokens/s | peak GB |", "|---|---|---|---|"]

@@ -2,10 +2,12 @@
 
     python -m benchmarks.peers.trained --peer unsloth|trl --model FOLDER --recompute unsloth|true|false --output FILE
                                        [--load-in nf4] [--liger] [--padded] [--micro-batches 8,4,2,1] [--go FILE]
+                                       [--documents FILE]
 
-Every optimizer step is of `--rows` rows of `--length` random tokens: a micro-batch of m rows, rows / m of them
-accumulated. A smaller one is tried while it is faster than the one before. What is timed is the trainer's whole step,
-between two synchronisations of the device.
+Every optimizer step is of `--rows` rows of `--length` random tokens, or of the documents of a file (documents.py) as
+the trainer packs them: a micro-batch of m rows, rows / m of them accumulated. The next one is tried while it is faster
+than the one before. What is timed is the trainer's whole step, between two synchronisations of the device; tokens are
+real ones, without padding.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from benchmarks.peers.documents import read_documents
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK, WARM = 16, 2
@@ -93,6 +98,7 @@ def trl_loader(options: argparse.Namespace) -> Loader:
     if options.recompute == "unsloth":
         raise SystemExit("--recompute unsloth is Unsloth's; trl has true and false")
     trl.SFTTrainer  # noqa: B018 (loads its module before the device is free)
+    attention = "flash_attention_2" if options.documents and find_spec("flash_attn") else "sdpa"
 
     def load() -> tuple[Any, Any]:
         quantization = None
@@ -106,7 +112,7 @@ def trl_loader(options: argparse.Namespace) -> Loader:
         model = AutoModelForCausalLM.from_pretrained(
             options.model,
             dtype=torch.bfloat16,
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             quantization_config=quantization,
             device_map={"": 0} if torch.cuda.is_available() else None,
         )
@@ -138,9 +144,13 @@ def steps_of(model: Any, tokenizer: Any, micro: int, options: argparse.Namespace
                     torch.cuda.synchronize()
                 ends[state.global_step] = time.perf_counter()
 
-    draw = torch.Generator().manual_seed(micro)
-    count = options.rows * (WARM + options.steps)
-    rows = torch.randint(0, model.config.vocab_size, (count, options.length), generator=draw).tolist()
+    if options.documents:
+        rows = read_documents(options.documents, options.length)
+        settings["packing"] = True
+    else:
+        draw = torch.Generator().manual_seed(micro)
+        count = options.rows * (WARM + options.steps)
+        rows = torch.randint(0, model.config.vocab_size, (count, options.length), generator=draw).tolist()
     settings["gradient_checkpointing"] = options.recompute != "false"
     if options.padded:
         settings["padding_free"] = False
@@ -171,19 +181,32 @@ def steps_of(model: Any, tokenizer: Any, micro: int, options: argparse.Namespace
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
+    collate, counts = trainer.data_collator, []
+
+    def counted(examples: list[Any]) -> Any:
+        batch = collate(examples)
+        mask = batch.get("attention_mask")
+        counts.append(int(batch["input_ids"].numel() if mask is None else mask.sum()))
+        return batch
+
+    trainer.data_collator = counted
     if gpu:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
+    parts = options.rows // micro
+    tokens = sum(counts[WARM * parts : (WARM + options.steps) * parts]) / options.steps
     seconds = (ends[WARM + options.steps] - ends[WARM]) / options.steps
     return {
         "micro_batch": micro,
         **settings,
         "padding_free": bool(getattr(trainer, "padding_free", False)),
         "recomputing": bool(trainer.args.gradient_checkpointing),
+        "attention": model.config._attn_implementation,
         "step_seconds": seconds,
-        "tokens_per_second": options.rows * options.length / seconds,
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / seconds,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if gpu else None,
         "peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if gpu else None,
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
@@ -245,6 +268,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5, help="that are timed, after two that are not")
+    parser.add_argument("--documents", type=Path, help="a file of token ids, which are packed")
     parser.add_argument("--go", type=Path, help="nothing touches the device before this file exists")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

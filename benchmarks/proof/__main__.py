@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=3, help="runs beside each other on the device")
     parser.add_argument("--precisions", default="fp32,bf16")
-    parser.add_argument("--names", default="", help="formats, separated by commas; default: all")
+    parser.add_argument(
+        "--names", default="", help="formats, separated by commas; default: those without a map of modules"
+    )
     parser.add_argument("--rates", action="store_true", help="rewards: three rates at ranks 1, 8 and 64")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -63,6 +65,10 @@ def _run(options: argparse.Namespace) -> None:
             )
         case "formats":
             names = [name for name in options.names.split(",") if name]
+            if unknown := [name for name in names if name not in formats.FORMATS | formats.MENDED]:
+                raise SystemExit(
+                    f"--names: no {', '.join(unknown)}; there are {', '.join(formats.FORMATS | formats.MENDED)}"
+                )
             steps, beside = options.steps or 1000, options.at_once
             formats.run_formats(model, options.rows, output, steps, seconds, options.seeds, beside, names)
         case "ranks":

@@ -19,6 +19,16 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("model.load_in=nvfp4",),
     "nf4": ("model.load_in=nf4",),
 }
+# What `jaxtune sensitivity --by kinds --keep int8` finds to cost most for its bytes, in eight bits; run if named.
+MENDED: dict[str, tuple[str, ...]] = {
+    "nvfp4 v int8": ("model.load_in=nvfp4", "precision={'*': bf16, v_proj: int8}"),
+    "nvfp4 kv int8": ("model.load_in=nvfp4", "precision={'*': bf16, '[kv]_proj': int8}"),
+    "nf4 v int8": ("model.load_in=nf4", "precision={'*': bf16, v_proj: int8}"),
+    "nf4 kv int8": ("model.load_in=nf4", "precision={'*': bf16, '[kv]_proj': int8}"),
+    "nf4 kv down int8": ("model.load_in=nf4", "precision={'*': bf16, '[kv]_proj': int8, down_proj: int8}"),
+    # Products of one kind in 16 bits, over weights of as many bytes.
+    "fp8 products but down": ("model.load_in=fp8", "model.compute=fp8", "precision={'*': bf16, down_proj: int8}"),
+}
 RANKS = ("1", "8", "64", "full")
 RATES = {"lora": (5e-5, 2e-4, 8e-4, 3.2e-3, 1.28e-2), "full": (3e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4)}
 
@@ -45,20 +55,31 @@ def common(model: str, rows: tuple[Path, Path], steps: int, evaluations: int = 4
 def run_formats(
     model: str, rows: Path, output: Path, steps: int, seconds: float, seeds: int, at_once: int, names: Sequence[str]
 ) -> None:
-    """Every format with every seed; seed by seed, so that a call that ends early has whole seeds."""
+    """Every format with every seed; seed by seed, so that a call that ends early has whole seeds. Runs that the
+    record in `output` has whole are kept, with their commit."""
     until = time.time() + seconds
     output.mkdir(parents=True, exist_ok=True)
     own = common(model, questions(rows, output), steps)
-    chosen = list(names) or list(FORMATS)
-    runs = [
-        Run(f"{name} {seed}".replace(" ", "_"), (*FORMATS[name], f"seed={seed}"))
-        for seed in range(seeds)
-        for name in chosen
-    ]
-    found = train_all(runs, own, output, at_once, until - 5)
+    settings, kept = FORMATS | MENDED, whole_runs(output / "formats.json", steps)
+    every = {run_name(name, seed): (name, seed) for seed in range(seeds) for name in list(names) or list(FORMATS)}
+    runs = [Run(run, (*settings[name], f"seed={seed}")) for run, (name, seed) in every.items() if run not in kept]
+    found = kept | train_all(runs, own, output, at_once, until - 5)
+    chosen = [name for name in settings if any(run_name(name, seed) in found for seed in range(seeds))]
     record = {"steps": steps, "length": LENGTH, "runs": found, "paired": paired(found, chosen, seeds)}
     print(json.dumps(record["paired"], indent=1))
     save(output, "formats", record)
+
+
+def run_name(name: str, seed: int) -> str:
+    return f"{name} {seed}".replace(" ", "_")
+
+
+def whole_runs(file: Path, steps: int) -> dict[str, Any]:
+    """The runs of an earlier record that reached their end, each with the commit that it ran at; of as many steps."""
+    if not file.exists() or (record := json.loads(file.read_text(encoding="utf-8")))["steps"] != steps:
+        return {}
+    whole = {name: run for name, run in record["runs"].items() if run["exit"] == 0}
+    return {name: {"commit": record["commit"], **run} for name, run in whole.items()}
 
 
 def paired(found: Mapping[str, Any], names: Sequence[str], seeds: int) -> dict[str, Any]:
@@ -67,7 +88,7 @@ def paired(found: Mapping[str, Any], names: Sequence[str], seeds: int) -> dict[s
     """
 
     def last(name: str, seed: int) -> float | None:
-        run = found.get(f"{name} {seed}".replace(" ", "_"), {})
+        run = found.get(run_name(name, seed), {})
         return run["held_out"][-1][1] if run.get("exit") == 0 and run.get("held_out") else None
 
     result = {}
@@ -88,7 +109,7 @@ def paired(found: Mapping[str, Any], names: Sequence[str], seeds: int) -> dict[s
 
 def last_common(found: Mapping[str, Any], name: str, seed: int) -> tuple[int, float] | None:
     """(step, difference from bf16) of the last evaluation that both runs of a seed reached after the start."""
-    curves = [dict(found.get(f"{kind} {seed}".replace(" ", "_"), {}).get("held_out", ())) for kind in (name, "bf16")]
+    curves = [dict(found.get(run_name(kind, seed), {}).get("held_out", ())) for kind in (name, "bf16")]
     step = max(curves[0].keys() & curves[1].keys(), default=0)
     return (step, curves[0][step] - curves[1][step]) if step else None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import table
+from benchmarks.proof.formats import run_name
 from benchmarks.record import RESULTS
 from benchmarks.table import _versions
 
@@ -36,6 +37,7 @@ def main(records: Path = RECORDS, docs: Path = DOCS, peers: Path = PEERS) -> int
         (docs / "images").mkdir(parents=True, exist_ok=True)
         for file, text in of_readme(_shown(beside), docs).items():
             file.write_text(text, encoding="utf-8")
+    parts += [table.packed(record) for name, record in others.items() if name.startswith("packed")]
     parts += [table.published(record) for name, record in others.items() if name.startswith("published")]
     parts += [table.rewarded(record) for name, record in others.items() if name.startswith("grpo")]
     if not parts:
@@ -118,12 +120,11 @@ def formats(record: Record, images: Path, name: str) -> str:
         "|---|---|---|---|---|",
     ]
     spread = record["paired"].get("spread_of_seeds")
-    for kind, each in record["paired"].items():
-        if not isinstance(each, dict):
-            continue
+    for kind in _kinds(record):
+        each = record["paired"][kind]
         losses = ", ".join("-" if loss is None else f"{loss:.4f}" for loss in each["losses"])
         mean = each.get("mean_difference")
-        run = record["runs"].get(f"{kind} 0".replace(" ", "_"), {})
+        run = record["runs"].get(run_name(kind, 0), {})
         difference = "-" if mean is None else f"{mean:+.4f}"
         difference += "".join(
             f"; {value:+.4f} after {step} of the next seed" for step, value in each.get("stopped", ())
@@ -140,14 +141,26 @@ def formats(record: Record, images: Path, name: str) -> str:
     if cut := [run for run, curve in record["runs"].items() if curve.get("exit")]:
         text += f" Stopped by the clock: {', '.join(cut)}."
     title, options = "Formats of the weights", ""
-    if name != "formats":
+    if name == "formats_mended":
+        title, options = "Formats, mended", f' --names "{",".join(_kinds(record))}"'
+        text += (
+            " nvfp4: each block's scale has the least squared error; in the tables above it maps the largest number to "
+            "6. v, kv, kv down: these projections are in int8 (`precision`; [what else costs](precision.md))."
+        )
+    elif name != "formats":
         title = f"Formats, {record['steps']:,} steps"
         options = f" --seeds {1 + max(int(run.rpartition('_')[2]) for run in record['runs'])}"
     if name == "formats_wide":
         title, options = "Formats, eight times wider", f" --model WIDE{options}"
         text += " WIDE: `python scripts/real_model.py GGUF --widen 8 --output WIDE`, the same function, hidden 4,608."
+    if others := {run.get("commit", record["commit"]) for run in record["runs"].values()} - {record["commit"]}:
+        text += f" Some runs are of commit {', '.join(sorted(commit[:7] for commit in others))}."
     command = f"formats{options} --steps {record['steps']}"
     return _part(title, command, record, [text, "", f"![Held-out losses](images/proof_{name}.svg)", "", *lines])
+
+
+def _kinds(record: Record) -> list[str]:
+    return [kind for kind, each in record["paired"].items() if isinstance(each, dict)]
 
 
 def _products(run: Record) -> str:
@@ -272,6 +285,7 @@ def picture(
 _PARTS: dict[str, Callable[[Record, Path, str], str]] = {
     "curves": curves,
     "formats": formats,
+    "formats_mended": formats,
     "formats_1000": formats,
     "formats_wide": formats,
     "ranks": ranks,

@@ -1,8 +1,9 @@
 """Speed and memory of one train step: a published shape, random weights made on the device, random tokens.
 
-    python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048] [--documents full|packed|pairs]
-                                    [--objective sft|dpo|dpo_precomputed] [--load-in nf4|fp8|mxfp4] [--compute fp8]
-                                    [--qat int4] [--precision norms=fp32,layers.0.*=bf16]
+    python benchmarks/train/step.py [--shape llama-3.1-8b] [--rows 8] [--length 2048]
+                                    [--documents full|packed|pairs|FILE] [--objective sft|dpo|dpo_precomputed]
+                                    [--load-in nf4|fp8|mxfp4] [--compute fp8] [--qat int4]
+                                    [--precision norms=fp32,layers.0.*=bf16]
                                     [--plan keep|recompute|...|auto] [--budget-gb 24] [--micro-batches 1]
                                     [--data 1] [--fsdp 1] [--output FILE.json]
 
@@ -37,6 +38,7 @@ from flax import nnx
 
 import jaxtune
 import jaxtune.profile
+from benchmarks.peers.documents import read_documents
 from benchmarks.random_model import in_blocks, in_one_piece, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.serial import serial_transfers
@@ -72,6 +74,7 @@ from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.trainer import Trainer
 
 PROFILED_STEPS = 3
+KINDS = ("full", "packed", "pairs")  # of random documents
 OBJECTIVES = {
     "sft": ObjectiveConfig(),
     "dpo": ObjectiveConfig("dpo"),
@@ -79,9 +82,11 @@ OBJECTIVES = {
 }
 
 
-def random_documents(kind: str, rows: int, length: int, vocab_size: int) -> Documents:
+def documents_of(kind: str, rows: int, length: int, vocab_size: int) -> Documents:
     """`full`: every row one document. `pairs`: two of half a row each. `packed`: log-normal lengths of mean 512, sigma
-    0.8, like instruction data."""
+    0.8, like instruction data. Else a file of real ones (benchmarks/peers/documents.py)."""
+    if kind not in KINDS:
+        return Documents.gather([np.asarray(ids) for ids in read_documents(Path(kind), length)])
     rng = np.random.default_rng(0)
     lengths = [length // 2] * (4 * rows) if kind == "pairs" else [length] * (2 * rows)
     if kind == "packed":
@@ -134,7 +139,7 @@ def train_config(options) -> TrainConfig:
 
 
 def make_trainer(options, model) -> Trainer:
-    documents = random_documents(options.documents, options.rows, options.length, model.config.vocab_size)
+    documents = documents_of(options.documents, options.rows, options.length, model.config.vocab_size)
     kind = TokenDataset if options.objective == "sft" else PairDataset
     return Trainer(model, None, train_config(options), kind(documents, Summary(), options.length), keeps_model=False)
 
@@ -291,7 +296,7 @@ def measure(options) -> dict:
         "mesh_data": trainer.mesh.shape["data"],
         "mesh_fsdp": trainer.mesh.shape["fsdp"],
         "length": options.length,
-        "documents": options.documents,
+        "documents": Path(options.documents).name,
         "objective": options.objective,
         "max_documents": trainer.program.max_documents,
         "attention": dispatch.record["attention"][0],
@@ -308,6 +313,7 @@ def measure(options) -> dict:
         "step_seconds": step_seconds,
         "step_seconds_all": [round(b - a, 5) for a, b in itertools.pairwise(arrivals)],
         "tokens_per_second": slots / step_seconds,
+        "real_tokens_per_second": statistics.mean(counts["tokens"] for counts in rows.counts) / step_seconds,
         "tokens_per_second_per_gpu": slots / step_seconds / trainer.mesh.size,
         "mfu": None if peak_flops is None else flops / step_seconds / (peak_flops * trainer.mesh.size),
         "peak_memory_gb": max(peaks),
@@ -330,7 +336,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--fsdp", type=int, default=1, help="mesh.fsdp")
     parser.add_argument("--gradient-sync", default="fp32", choices=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--documents", default="full", choices=["full", "packed", "pairs"])
+    parser.add_argument("--documents", default="full", help=f"{', '.join(KINDS)}, or a file of token ids")
     parser.add_argument("--objective", default="sft", choices=list(OBJECTIVES), help="dpo goes with --documents pairs")
     parser.add_argument(
         "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"

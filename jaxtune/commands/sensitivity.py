@@ -22,12 +22,19 @@ def run(arguments: Sequence[str]) -> None:
     Each matrix alone is quantised, and the divergence of the answers' next-token distributions from the unquantised
     model's is measured, on the held-out rows if the recipe has some, otherwise on those that it trains on. What is
     printed is YAML: the figures as comments, and with --memory-gb the keys of a recipe that keeps those matrices in 16
-    bits which lose most for each byte. The model must fit on the device in 16 bits.
+    bits, or in the format --keep, which lose most for each byte. The model must fit on the device in 16 bits.
     """
     parser = common.parser("sensitivity", run.__doc__)
     parser.add_argument("recipe", help="a recipe, whose model and rows are used")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER")
     parser.add_argument("--format", choices=LOADED, default="nf4", help="the format to measure (default: nf4)")
+    parser.add_argument(
+        "--by",
+        choices=("matrices", "kinds"),
+        default="matrices",
+        help="kinds: all matrices of a kind, such as v_proj, as one, which takes a pass for each kind",
+    )
+    parser.add_argument("--keep", choices=LOADED, help="the format of what stays, such as int8 (default: 16 bits)")
     parser.add_argument("--memory-gb", type=float, metavar="N", help="GB (1e9 bytes) that the model's weights may take")
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="packed rows to measure on (default: 32)")
     options = parse(parser, arguments)
@@ -42,23 +49,23 @@ def run(arguments: Sequence[str]) -> None:
     config = load_config(options.recipe, options.overrides)
     use_program_cache()
     model, batches = sensitivity.model_and_batches(config, options.rows)
-    probe = sensitivity.Sensitivity(model, batches, options.format)
-    with counted("matrices", probe.count) as advance:
+    probe = sensitivity.Sensitivity(model, batches, options.format, options.by == "kinds", options.keep)
+    with counted(options.by, probe.count) as advance:
         matrices = probe.measure(advance)
     worst = sorted(matrices, key=lambda matrix: -matrix.loss)[:_SHOWN]
-    say(f"# Mean divergence in nats a token over {probe.tokens:,.0f} tokens, of single matrices in {options.format}:")
+    say(f"# Mean divergence, nats a token over {probe.tokens:,.0f} tokens, of single {options.by} in {options.format}:")
     for matrix in worst:
-        say(f"# {matrix.loss:.2e}  {matrix.name} ({matrix.saved_bytes / 1e6:,.1f} MB saved)")
+        say(f"# {matrix.loss:.2e}  {matrix.name} ({matrix.extra_bytes / 1e6:,.1f} MB more if it stays)")
     say(f"# {probe.divergence([]):.2e}  none: what two programs of the same numbers differ by")
     size = probe.weight_bytes - sum(matrix.saved_bytes for matrix in matrices)
     say(f"# {probe.divergence():.2e}  all {len(matrices)}: the weights take {size / 1e9:.3f} GB")
     if options.memory_gb is None:
         return
-    unquantised = sensitivity.choose(matrices, probe.weight_bytes, options.memory_gb * 1e9)
-    packed = [matrix for matrix in matrices if matrix.name not in unquantised]
-    size = probe.weight_bytes - sum(matrix.saved_bytes for matrix in packed)
-    divergence = probe.divergence([matrix.name for matrix in packed])
-    say(f"# {divergence:.2e}  all but {len(unquantised)}, as follows: the weights take {size / 1e9:.3f} GB")
-    words = sensitivity.patterns(model, unquantised, config.computes_in)
+    kept = sensitivity.choose(matrices, probe.weight_bytes, options.memory_gb * 1e9)
+    size += sum(matrix.extra_bytes for matrix in matrices if matrix.name in kept)
+    divergence = probe.divergence([matrix.name for matrix in matrices if matrix.name not in kept], kept)
+    say(f"# {divergence:.2e}  all but {len(kept)}, as follows: the weights take {size / 1e9:.3f} GB")
+    modules = [module for name in kept for module in probe.modules[name]]
+    words = sensitivity.patterns(model, modules, options.keep or config.computes_in)
     keys = sensitivity.as_recipe(options.format, config.computes_in, words)
     say(yaml.safe_dump(keys, sort_keys=False, allow_unicode=True).rstrip())

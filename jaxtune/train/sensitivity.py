@@ -1,8 +1,8 @@
 """Which matrices suffer most from a format, and the precision map for a given memory.
 
 A matrix's loss is the mean divergence KL(model || model with this matrix alone quantised) of next-token distributions,
-in nats, over trained tokens. `choose` keeps those that lose most for each byte saved. The choice is measured as a
-whole, too, as single losses need not add up.
+in nats, over trained tokens; all matrices of a kind, such as "v_proj", can be measured as one. `choose` keeps those
+that lose most for each byte saved. The choice is measured as a whole, too, as single losses need not add up.
 """
 
 from __future__ import annotations
@@ -35,19 +35,26 @@ _BATCH_TOKENS = 8192  # of a forward pass
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix, or a layer's stack of experts', that can be quantised."""
+    """A matrix, or a layer's stack of experts', that can be quantised; or all of a kind."""
 
     name: str
-    """Its module in checkpoints, such as "model.layers.0.mlp.down_proj"."""
+    """Its module in checkpoints, such as "model.layers.0.mlp.down_proj"; of a kind, the end of the names."""
     loss: float
     """Nats a token, if it alone is quantised."""
     plain_bytes: int
     packed_bytes: int
     """In the format, scales included."""
+    kept_bytes: int | None = None
+    """In the format in which it may stay; None: in 16 bits."""
 
     @property
     def saved_bytes(self) -> int:
         return self.plain_bytes - self.packed_bytes
+
+    @property
+    def extra_bytes(self) -> int:
+        """What it takes more if it stays."""
+        return (self.plain_bytes if self.kept_bytes is None else self.kept_bytes) - self.packed_bytes
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -92,19 +99,27 @@ class Sensitivity:
 
       model: unquantised, on one device, without adapters, with a text head.
       format: of model.load_in, such as "nf4".
+      kinds: all matrices whose names end alike are measured as one.
+      kept_in: the format of what stays, such as "int8"; None: it is not quantised.
 
     `tokens`: trained tokens. ValueError for another model, or nothing to measure.
     """
 
-    def __init__(self, model: Decoder, batches: Sequence[Batch], format: str):
+    def __init__(
+        self, model: Decoder, batches: Sequence[Batch], format: str, kinds: bool = False, kept_in: str | None = None
+    ):
         _require_measurable(model)
-        self.format, self.batches = format, batches
+        self.format, self.kept_in, self.batches = format, kept_in, batches
         self.tokens = float(sum(np.asarray(batch.weights).sum() for batch in batches))
         if not self.tokens:
             raise ValueError("sensitivity: no token of these rows is trained on, so there is nothing to measure")
         self._model = model
-        self._names = [component.name for component, *_ in _quantizable(model)]
-        if not self._names:
+        self.modules: dict[str, list[str]] = {}
+        """{name of what is measured as one: its modules}"""
+        for component, _ in _quantizable(model):
+            name = component.name.rpartition(".")[2] if kinds else component.name
+            self.modules.setdefault(name, []).append(component.name)
+        if not self.modules:
             raise ValueError(f"sensitivity: the model has no matrix that can be stored in {format}")
         graph, state = nnx.split(model)
         self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -112,32 +127,43 @@ class Sensitivity:
 
     @property
     def count(self) -> int:
-        """Matrices to measure."""
-        return len(self._names)
+        """Matrices, or kinds, to measure."""
+        return len(self.modules)
 
     def measure(self, progress: Callable[[int], None] = lambda count: None) -> list[Matrix]:
-        """Measures each matrix by a forward pass over all rows; the callback gets 1 after each."""
+        """Measures each by a forward pass over all rows; the callback gets 1 after each."""
+        weights = {component.name: module.weight.get_value() for component, module in _quantizable(self._model)}
         matrices = []
-        for component, module in _quantizable(self._model):
-            weight = module.weight.get_value()
-            packed = jax.eval_shape(FORMATS[self.format].encode, weight)
-            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed))
-            matrices.append(Matrix(component.name, self.divergence([component.name]), weight.nbytes, size))
+        for name, modules in self.modules.items():
+            ours = [weights[module] for module in modules]
+            packed, kept = (
+                sum(_stored_bytes(weight, format) for weight in ours) for format in (self.format, self.kept_in)
+            )
+            plain = sum(weight.nbytes for weight in ours)
+            matrices.append(Matrix(name, self.divergence([name]), plain, packed, kept))
             progress(1)
         return matrices
 
-    def divergence(self, names: Sequence[str] | None = None) -> float:
-        """Nats a token that the model loses with these modules (None: all) quantised; the model stays as it is. For []
-        it is what two programs of the same numbers differ by.
+    def divergence(self, names: Sequence[str] | None = None, kept: Sequence[str] = ()) -> float:
+        """Nats a token that the model loses with those of these names (None: all) quantised, and `kept` in the format
+        in which they stay; the model stays as it is. For [] it is what two programs of the same numbers differ by.
         """
-        names = self._names if names is None else names
+        names = list(self.modules) if names is None else names
+        formats = {module: self.format for name in names for module in self.modules[name]}
+        formats |= {module: self.kept_in for name in kept for module in self.modules[name]}
         model = copy_structure(self._model)
         for component, module in _quantizable(model):
-            if component.name in names:
-                module.weight = module.weight.replace(_rounded(module.weight.get_value(), self.format))
+            if (format := formats.get(component.name)) is not None:
+                module.weight = module.weight.replace(_rounded(module.weight.get_value(), format))
         graph, state = nnx.split(model)
         sums = [_divergence(graph, state, *pair) for pair in zip(self.batches, self._expected, strict=True)]
         return sum(map(float, sums)) / self.tokens
+
+
+def _stored_bytes(weight: jax.Array, format: str | None) -> int:
+    """Of a weight in a format, scales included; None: as it is."""
+    stored = weight if format is None else jax.eval_shape(FORMATS[format].encode, weight)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
 
 def _require_measurable(model: Decoder) -> None:
@@ -201,9 +227,9 @@ def model_and_batches(config: TrainConfig, rows: int) -> tuple[Decoder, list[Bat
 
 
 def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> list[str]:
-    """Names of the matrices that stay in the model's dtype so that weights take at most `most_bytes`, greedily by loss
-    for each byte saved; one that does not fit is passed over. weight_bytes: of the unquantised model. ValueError if
-    even all quantised take more.
+    """Names of the matrices that stay so that weights take at most `most_bytes`, greedily by loss for each byte that
+    they take more; one that does not fit is passed over. weight_bytes: of the unquantised model. ValueError if even all
+    quantised take more.
     """
     room = most_bytes - (weight_bytes - sum(matrix.saved_bytes for matrix in matrices))
     if room < 0:
@@ -212,16 +238,16 @@ def choose(matrices: Sequence[Matrix], weight_bytes: int, most_bytes: float) -> 
             f"{(most_bytes - room) / 1e9:.2f} GB; give at least as much, or another --format"
         )
     kept_names = set()
-    for matrix in sorted(matrices, key=lambda matrix: -matrix.loss / max(matrix.saved_bytes, 1)):
-        if matrix.saved_bytes <= room:
+    for matrix in sorted(matrices, key=lambda matrix: -matrix.loss / max(matrix.extra_bytes, 1)):
+        if matrix.extra_bytes <= room:
             kept_names.add(matrix.name)
-            room -= matrix.saved_bytes
+            room -= matrix.extra_bytes
     return [matrix.name for matrix in matrices if matrix.name in kept_names]
 
 
 def patterns(model: Decoder, kept: Sequence[str], word: str) -> dict[str, str]:
     """{pattern: word} of the modules `kept`: the last part of a name, such as "down_proj", if all quantisable modules
-    with that end are kept, else the whole name. word: their dtype.
+    with that end are kept, else the whole name. word: their dtype or format.
     """
     listed, precision_map = [component for component, _ in _quantizable(model)], {}
     for name in kept:

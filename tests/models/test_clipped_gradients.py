@@ -60,6 +60,17 @@ def e2m1(size: np.ndarray) -> np.ndarray:
     return numbers[even.argmax(-1)]
 
 
+def nv_scales(block: np.ndarray, of_tensor: np.float32) -> np.ndarray:
+    """The scale of each block [n, 16] of weights in e4m3: the one for its largest number, or one of the next six where
+    the error is smaller."""
+    bits = (abs(block).max(1) / np.float32(6) * of_tensor).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    tried = np.where(bits == 126, 126, np.minimum(bits[None] + np.arange(7, dtype=np.uint8)[:, None], 126))
+    scales = tried.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    scaled = abs(block)[None] * (of_tensor / scales)[..., None]
+    error = np.square(np.minimum(e2m1(scaled), 6) - scaled).sum(-1) * scales**2
+    return np.take_along_axis(scales, error.argmin(0)[None], 0)[0]
+
+
 def mx_exponents(block: np.ndarray) -> np.ndarray:
     """The exponent of each block [n, 32] of weights: the specification's, or one more where the error is smaller."""
     low = np.floor(np.log2(abs(block).max(1))) - 2
@@ -82,9 +93,7 @@ def bounds(name: str, size: int | None, weight: np.ndarray, dtype: str) -> tuple
         return -high, high
     if name.startswith("nvfp4"):
         of_tensor = np.float32(448 * 6) * (np.float32(1) / abs(weight).max())
-        block = abs(weight.reshape(-1, 16)).max(1)
-        scale = (block / np.float32(6) * of_tensor).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        high = 6 * scale / of_tensor
+        high = 6 * nv_scales(weight.reshape(-1, 16), of_tensor) / of_tensor
         low = -high
     elif name.startswith("mxfp4"):
         high = 6 * 2.0 ** mx_exponents(weight.reshape(-1, 32).astype(np.float64))

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from checks import assert_same_bytes, of_a_checkpoint
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import CONFIGS
 from tiny_models import shaken
 
@@ -124,6 +126,31 @@ def test_a_checkpoint_is_read_and_written_bit_for_bit(tmp_path, kind, hf, inputs
     assert said["quant_method"] == KINDS[kind][-1]["quant_method"] and "lm_head" in said["ignore"]
     assert (said["config_groups"]["group_0"].get("input_activations") is not None) == inputs
     assert from_pretrained(tmp_path / "again")[0].base_digest == model.base_digest
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 6), st.sampled_from([0.0, 1.0, 6.0, 30.0]))
+def test_scales_have_the_least_error_and_numbers_on_the_grid_stay(seed, rows, blocks, spread):
+    """Beside every scale that is tried, and encoded again, as export of what QAT rounded needs."""
+    draw = np.random.default_rng(seed)
+    shape = rows, 16 * blocks
+    wide = (draw.standard_t(3, shape) * np.exp2(draw.normal(size=shape) * spread)).astype("f4")
+    weight = NVFP4.encode(wide)
+    again = NVFP4.encode(weight.decode("float32"))
+    np.testing.assert_allclose(again.decode("float32"), weight.decode("float32"), rtol=4e-7)  # of the tensor's scale
+    scales, whole = np.asarray(weight.scales).astype(np.float64), np.float64(weight.tensor_scale)
+    numbers = np.abs(np.float64(wide)).reshape(rows, blocks, 16)
+    grid = np.unique(np.abs(E2M1)).astype(np.float64)
+
+    def error(scale: np.ndarray) -> np.ndarray:
+        scaled = numbers * (whole / scale)[..., None]
+        return np.square(np.abs(scaled[..., None] - grid).min(-1)).sum(-1) * scale**2
+
+    largest = np.minimum(numbers.max(-1) / 6 * whole, 448).astype(np.float32).astype(E4M3)
+    steps = largest.view(np.uint8).astype(int)[None] + np.arange(7)[:, None, None]
+    tried = np.clip(steps, 1, 126).astype(np.uint8).view(E4M3).astype(np.float64)
+    regular = (largest.view(np.uint8) >= 8) & (largest.view(np.uint8) < 126)  # not the largest, and no subnormal
+    least = np.min([error(each) for each in tried], axis=0)
+    assert (error(scales) <= least * (1 + 1e-3) + 1e-4 * scales**2)[regular].all()
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["quantised", "plain"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -28,11 +29,13 @@ from jaxtune.pallas.formats import FORMATS
 SCHEME = QuantizationScheme(targets=["Linear"], **WEIGHTS)
 
 
-def theirs(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What llm-compressor writes of a weight [out, in], without calibration of its activations."""
+def theirs(weight: torch.Tensor, scales: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """What llm-compressor writes of a weight [out, in], without calibration of its activations. scales: of blocks; by
+    default those of its observer."""
     scale = generate_gparam(weight.min(), weight.max())
     blocks = weight.reshape(len(weight), -1, 16)
-    scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), SCHEME.weights, scale)
+    if scales is None:
+        scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), SCHEME.weights, scale)
     state = {"weight": weight, "weight_scale": scales, "weight_global_scale": scale}
     return NVFP4PackedCompressor.compress(state, SCHEME)
 
@@ -49,7 +52,8 @@ def decoded(state: dict[str, torch.Tensor]) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "halves"])
-def test_bytes_are_theirs(dtype, kind):
+def test_codes_are_theirs_and_scales_no_worse(dtype, kind):
+    """Under our scales of blocks the bytes are theirs; of each block the error is at most that under their scales."""
     draw = np.random.default_rng(0)
     values = draw.standard_normal((48, 160)).astype(np.float32)
     if kind == "wide":
@@ -61,11 +65,17 @@ def test_bytes_are_theirs(dtype, kind):
         values[0, 0] = 6 * 448
     tensor = torch.tensor(values).to(getattr(torch, dtype))
     ours = FORMATS["nvfp4"].encode(jnp.asarray(values, dtype))
-    want = theirs(tensor)
+    want = theirs(tensor, torch.tensor(np.asarray(ours.scales).astype(np.float32), dtype=tensor.dtype))
     np.testing.assert_array_equal(np.asarray(ours.tensor_scale).reshape(1), array(want["weight_global_scale"]))
     np.testing.assert_array_equal(np.asarray(ours.scales), array(want["weight_scale"]))
     np.testing.assert_array_equal(np.asarray(ours.codes), array(want["weight_packed"]))
     np.testing.assert_array_equal(np.asarray(ours.decode("bfloat16")).astype(np.float32), decoded(want))
+    exact, other = tensor.float().numpy().reshape(48, -1, 16), theirs(tensor)
+    fields = dict(codes=array(other["weight_packed"]), scales=array(other["weight_scale"]))
+    numbers = (each.decode("float32") for each in (ours, dataclasses.replace(ours, **fields)))
+    own, other = (np.square(np.asarray(each).reshape(exact.shape) - exact).sum(-1) for each in numbers)
+    assert (own <= 1.001 * other + 1e-5 * np.square(exact).max(-1)).all()
+    assert kind != "normal" or own.sum() < 0.8 * other.sum()
 
 
 def test_what_is_exported_is_read_by_their_reader(tmp_path):

@@ -73,6 +73,26 @@ def test_the_map_keeps_what_suffers_most_and_loads_as_measured(base, capsys, tmp
     assert of.divergence([]) < 1e-7
 
 
+def test_a_kind_that_stays_in_eight_bits(base, capsys):
+    """Measured as one; what is kept costs the bytes of its format, and the whole choice is measured in it."""
+    path = f"model.path={base}"
+    plain, batches = model_and_batches(load_config("quickstart", [path]), 1)
+    of = Sensitivity(plain, batches, "nf4", kinds=True, kept_in="int8")
+    found = {each.name: each for each in of.measure()}
+    harmed = HARMED.rpartition(".")[2]
+    assert found.keys() == of.modules.keys() and all(len(modules) > 1 for modules in of.modules.values())
+    assert max(found.values(), key=lambda each: each.loss / each.extra_bytes).name == harmed
+    singles = {each.name: each for each in Sensitivity(plain, batches[:1], "nf4").measure()}
+    assert found[harmed].packed_bytes == sum(singles[name].packed_bytes for name in of.modules[harmed])
+    smallest = of.weight_bytes - sum(each.saved_bytes for each in found.values())
+    most = (smallest + found[harmed].extra_bytes) / 1e9
+    text = printed(capsys, path, "--rows", "1", "--by", "kinds", "--keep", "int8", "--memory-gb", repr(most))
+    assert yaml.safe_load(text)["precision"] == {"*": "fp32", harmed: "int8"}
+    lost = float(next(line for line in text.splitlines() if "all but 1" in line).split()[1])
+    others = [name for name in found if name != harmed]
+    assert lost < of.divergence() and lost == pytest.approx(of.divergence(others, [harmed]), 0.02)
+
+
 @pytest.mark.full
 def test_all_of_a_kind_become_one_pattern(base, capsys):
     """With room for all of them, the map names each kind once; without --memory-gb only figures are printed."""

@@ -38,10 +38,13 @@ from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
 BLOCK = 16  # numbers that share a scale
-_LARGEST_SCALE = 448.0  # the largest number of e4m3
+_LARGEST_SCALE, _LARGEST_BITS = 448.0, 0x7E  # the largest number of e4m3, and its byte
 # The number of each byte in e4m3, for kernels that look up a block's scale by its stored byte.
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 _SCALE_OF_ZEROS = 0.125  # the scale of a block whose scale would round to zero, as in compressed-tensors
+# A block's largest number is mapped to 6 to 4: by e4m3's scale for 6, or by one that is up to so many numbers larger.
+_STEPS = 6
+_UNITS = 1024  # of errors, which are summed as whole numbers: the sum is the same in any order, so on every device
 
 
 @jax.tree_util.register_dataclass
@@ -70,8 +73,9 @@ class NVFP4(Stored):
     @staticmethod
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
-        """Quantises an array [..., out, in] in bfloat16, float16 or float32 as compressed-tensors does (`divides` is
-        True). Scales follow from the largest magnitudes of blocks and matrices. The bytes are equal on every device.
+        """Quantises an array [..., out, in] in bfloat16, float16 or float32 (`divides` is True). The tensor's scale is
+        compressed-tensors'; a block's is the one of least squared error of those that map its largest number to 6 to 4.
+        The bytes are equal on every device. Numbers of a decoded weight stay on its grid.
 
         Raises:
           TypeError: another dtype.
@@ -228,10 +232,10 @@ def _rounded(value: jax.Array, dtype) -> jax.Array:
 
 @jax.jit
 def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
-    """Quantises [..., out, in], whose rows are whole blocks. tensor_scale: float32[..., 1, 1]; None: from the largest
-    magnitudes.
+    """Quantises [..., out, in], whose rows are whole blocks. tensor_scale: float32[..., 1, 1], and scales of blocks
+    follow from their largest magnitudes; None: from the largest of all, and scales of blocks are `_fitted`.
     """
-    wide = array.astype(jnp.float32)
+    wide, fitted = array.astype(jnp.float32), tensor_scale is None
     if tensor_scale is None:
         tensor_scale = NVFP4.global_scale(jnp.abs(wide).max((-2, -1), keepdims=True), array.dtype)
     blocks = wide.reshape(*wide.shape[:-1], -1, BLOCK)
@@ -240,11 +244,40 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
     scales = jnp.minimum(sixth * tensor_scale, _LARGEST_SCALE).astype(jnp.float8_e4m3fn)
     scales = jnp.where(scales.astype(jnp.float32) == 0, _SCALE_OF_ZEROS, scales.astype(jnp.float32))
     scales = scales.astype(jnp.float8_e4m3fn)
+    if fitted:
+        scales = _fitted(jnp.abs(blocks), scales, tensor_scale)
     block_factors = _times_tensor_scale(scales.astype(jnp.float32), tensor_scale, True)[..., None]
     scaled = divide(blocks, jnp.broadcast_to(block_factors, blocks.shape))
     size = to_e2m1(jnp.minimum(jnp.abs(scaled), LARGEST))
     codes = packed_e2m1(size, scaled < 0, array.shape)
     return NVFP4(codes, scales, tensor_scale, None, True, array.dtype.name)
+
+
+def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+    """For each block its scale or the larger one, of `_STEPS`, with the least sum of squared errors.
+
+    The largest scale stays, with the tensor's largest number, from which the tensor's scale follows; so does NaN.
+
+      sizes: float32[..., out, in / 16, 16], the magnitudes of numbers.
+      scales: float8_e4m3fn[..., out, in / 16], that map the largest number of each block to 6.
+    """
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
+
+    def tried(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = jnp.maximum(bits, jnp.minimum(bits + step, _LARGEST_BITS)).astype(jnp.uint8)
+        scale = jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn).astype(jnp.float32)
+        inverse = divide(jnp.broadcast_to(tensor_scale, scale.shape), scale)[..., None]
+        scaled = sizes * inverse
+        rounded = to_e2m1(jnp.minimum(scaled, LARGEST))
+        error = jnp.round(scaled * _UNITS).astype(jnp.int32) - (rounded * _UNITS).astype(jnp.int32)
+        return found, jnp.square(error).sum(-1).astype(jnp.float32) * jnp.square(scale)
+
+    def better(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        found, error = tried(index)
+        return jnp.where(error < best[1], found, best[0]), jnp.minimum(error, best[1])
+
+    best, _ = jax.lax.fori_loop(1, _STEPS + 1, better, tried(jnp.int32(0)))
+    return jax.lax.bitcast_convert_type(best, jnp.float8_e4m3fn)
 
 
 # ---- in checkpoints
