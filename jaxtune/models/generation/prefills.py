@@ -274,6 +274,14 @@ class Prefills:
                 return sorted(sizes, key=_tokens, reverse=True)
             width = _padded(width // _STEP)
 
+    def usual_bursts(self, most: int) -> list[tuple[int, int]]:
+        """(tokens of a prompt, up to `most`, number of prompts) that are packed, for each program of `usual`."""
+        bursts, power = [], _SHORTEST_PACKED
+        while self._packs and power <= self._chunk // 2 and power < min(most, self._piece + 1):
+            bursts.append((power + 1, self._least_pack(power) // max(power, _FREE_TOKENS)))
+            power *= 2
+        return bursts
+
     def _chosen(self, count: int, capacity: int) -> tuple[int, int] | None:
         """(width of the program for a prompt, or for the last piece of a long one; the capacity of its states); None
         if none is compiled.

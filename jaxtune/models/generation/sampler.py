@@ -77,9 +77,20 @@ _FEWEST_BIASES = 8  # and that of biases
 _FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 _USUAL_LENGTH = 512  # tokens of a row for which `prepare` has programs beside those of the longest
+_SHORT_PROMPT = 100  # tokens of a usual prompt that comes alone
 _IDLE_SECONDS = 0.01  # of a step in which all rows wait for programs
 _GREEDY, _MOST = Kind(False, False, False), Kind(True, True, True, True, True)
 _DRAWN, _FILTERED = Kind(True, False, False), Kind(True, True, False)
+
+
+class _Free:
+    """A constraint that allows any token."""
+
+    def mask(self) -> None:
+        return None
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        return False
 
 
 @dataclasses.dataclass
@@ -859,6 +870,29 @@ class Sampler:
             self._grow(capacities[0])
             self._seen = self._empty_seen()
         return prepared
+
+    def rehearse(self) -> None:
+        """Runs the programs of usual rows once: the first run of a program takes longer than later ones. ValueError
+        while requests are not done.
+        """
+        self._require_arrays("rehearse")
+        if self._requests:
+            raise ValueError(f"Sampler: rehearse while {len(self._requests)} requests are not done")
+        drawn, filtered = {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}
+        lone = min(_SHORT_PROMPT, self.plan.length - 2 * self._steps)
+        bursts = [
+            [(lone, self._steps + 1, drawn)],
+            [(lone, self._steps, filtered)],
+            [(lone, 2, {"constraint": _Free()})],
+            *([(length, 1, drawn)] * count for length, count in self._prefills.usual_bursts(self.plan.length - 1)),
+        ]
+        for rows in bursts:
+            for number, (length, new, settings) in enumerate(rows):
+                if length > 0:
+                    prompt = [(number + place) % self.config.vocab_size for place in range(length)]
+                    self.submit(prompt, new, eos_token_ids=(), **settings)
+            while self._requests or self._pieces:
+                self.step()
 
     def _usual_capacities(self) -> list[int]:
         return (
