@@ -456,9 +456,9 @@ class Engine:
         """One round. If it raises, the sampler is dropped and all its rows end with the error, because its arrays may
         have been donated to the call that failed.
         """
-        self._first_placed = None
+        self._first_placed, sampler.more_come = None, self._more_come()
         try:
-            pieces = sampler.step(self._more_come())
+            pieces = sampler.step()
         except BaseException as failed:  # as in _reported; the sampler's arrays may be gone
             self._sampler, error = None, self._failed(failed)
             for answers, index in self._of_request.values():

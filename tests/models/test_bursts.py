@@ -62,7 +62,8 @@ def answers(sampler: Sampler, arrivals: list[list[tuple[int, int, int]]]) -> dic
     while arrivals or sampler.pending:
         for length, seed, new in arrivals.pop(0) if arrivals else ():
             found[sampler.submit(prompt(length, seed), new, 1.0, seed, eos_token_ids=())] = []
-        for piece in sampler.step(more_come=bool(arrivals)):
+        sampler.more_come = bool(arrivals)
+        for piece in sampler.step():
             found[piece.request] += piece.ids
     return dict(found)
 

@@ -32,9 +32,9 @@ def steps():
     found: list[tuple[int, bool]] = []
     step = Sampler.step
 
-    def noted(self, more_come=False):
-        found.append((self.pending, more_come))
-        return step(self, more_come)
+    def noted(self):
+        found.append((self.pending, self.more_come))
+        return step(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "step", noted)

@@ -165,6 +165,8 @@ class Sampler:
     Attributes:
       plan: the SlotPlan in use.
       ends: ids of the tokens that end a row, by the model's files.
+      more_come: set it while requests are about to be submitted: with `first_at_once` rounds then have one step, after
+        which these are prefilled.
 
     Raises ValueError for a model that scores texts, divided weights, too little memory or positions, or as
     `load_adapter`.
@@ -261,6 +263,7 @@ class Sampler:
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
         self._pieces: list[Piece] = []  # the next step returns these
+        self.more_come = False
         self._first_at_once = first_at_once and tokens_per_round > 1
         self._filled: np.ndarray | None = None  # Rows.masks, of the rows in the slots of `_masked`
         self._masked: set[int] = set()
@@ -559,11 +562,9 @@ class Sampler:
             return self._comes()
         return self._ready.choose([Score(length_bucket(count))]) is not None
 
-    def step(self, more_come: bool = False) -> list[Piece]:
+    def step(self) -> list[Piece]:
         """Makes about one round of progress: fills slots, dispatches a round if a row needs it, and reads the oldest if
         two are dispatched or none was needed. Returns new pieces, at most one a request; [] does not mean done.
-
-        more_come: requests that will be submitted at once, so that a round has one step.
         """
         waiting.look()
         with timing.phase("sample"):
@@ -577,7 +578,7 @@ class Sampler:
             elif any(request is not None and request.constraint is not None for request in self._slots):
                 self._follow_constraints()
             else:
-                self._dispatch(self._steps_of_round(more_come))
+                self._dispatch(self._steps_of_round())
                 if len(self._rounds) >= _IN_FLIGHT:
                     self._read_round()
         return self._due()
@@ -1024,7 +1025,7 @@ class Sampler:
             request.ahead += steps
         self._rounds.append(_Round(emitted, steps, requests))
 
-    def _steps_of_round(self, more_come: bool) -> int:
+    def _steps_of_round(self) -> int:
         """One where others come at once, or a new row gets its first token early at the cost of few others, or all rows
         end so soon that most steps of a longer round would be in vain.
         """
@@ -1034,7 +1035,7 @@ class Sampler:
         is_new = any(len(request.tokens) == request.start and not request.ahead for request in rows)
         is_new = is_new and len(rows) <= max(1, len(self._slots) // _FEW)
         left = max(request.limit - len(request.tokens) - request.ahead for request in rows)
-        return 1 if more_come or is_new or left <= self._steps // 4 else self._steps
+        return 1 if self.more_come or is_new or left <= self._steps // 4 else self._steps
 
     @staticmethod
     def _kind_of(rows: Sequence[Request]) -> Kind:
