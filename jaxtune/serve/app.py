@@ -275,8 +275,13 @@ class _Api:
         """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event. ApiError:
         a wrong, large or late body, refused rows, a failed engine, or (504) the time is over.
         """
-        with self._engine.arrival():
-            request_values, arrived = await self._read(request)
+        with contextlib.ExitStack() as arrival:
+            arrival.enter_context(self._engine.arrival())
+            return await self._answered(request, arrival)
+
+    async def _answered(self, request: Request, arrival: contextlib.ExitStack) -> Response:
+        """`answer`; closes `arrival` when the rows are submitted."""
+        request_values, arrived = await self._read(request)
         assert isinstance(request_values, ParsedRequest)
         deadline = arrived + self._seconds
         served = self._engine.served(request_values.model)
@@ -292,6 +297,7 @@ class _Api:
                     rows = request_values.rows
                     if any(row.grammar is not None for row in rows):
                         rows = await self._in_thread(lambda: _constrained(request_values, served))
+                    arrival.close()
                     answers = await self._engine.submit(served.name, rows, client)
             except TimeoutError:
                 raise self._too_late() from None

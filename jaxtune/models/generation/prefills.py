@@ -22,8 +22,7 @@ from jaxtune.models.layers.attention import Attention
 
 _SMALLEST = 16  # prompts are padded to at least this many tokens
 _SHORTEST_PACKED = 64  # tokens of the caches of packed prompts, at least
-_SHORTEST_PACK = 512  # tokens of a packed row, at least, and a multiple of its caches' length
-_ROWS_OF_PACK = 4
+_SHORTEST_PACK, _PROMPTS = 512, 4  # tokens of a packed row, at least, and of its longest prompts if it is longer
 _FREE_TOKENS = 128  # a program of fewer takes as long, as it reads all weights
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 _NO_SLOT = np.iinfo(np.int32).max  # a slot to which nothing is copied
@@ -85,8 +84,8 @@ class Prefills:
     nothing of prompts with pictures.
 
     If all mixers are attention and layers exchange nothing, one program packs prompts that round up to the same power
-    of two, 64 or more, into one row of four times as many tokens, at least 512, or of `chunk` tokens, half as many, or
-    `at_once` while most slots are free, unless they would take less alone. Other prompts are padded rows.
+    of two, 64 or more, into one row of 512 tokens (of four times as many where two do not fit), of `chunk` tokens, half
+    as many, or `at_once` while most slots are free, unless they would take less alone. Other prompts are padded rows.
 
     A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
     program of few tokens takes about as long as one of several times as many.
@@ -262,10 +261,8 @@ class Prefills:
         width = min(_padded(self._piece), capacity)
         if capacity > self._piece:
             sizes += self._long_sizes(capacity, self._piece, capacity, capacity)
-        power = _SHORTEST_PACKED
-        while self._packs and power <= self._chunk // 2 and power // 2 < min(capacity, self._piece):
+        for power in self._usual_packs(min(capacity, self._piece)):
             sizes += self._pack_sizes(self._least_pack(power), min(power, capacity), capacity)
-            power *= 2
         while True:
             rows = {1} if self._packs or self._one else {1, max(1, self._chunk // width)}
             for count in sorted(rows):
@@ -276,11 +273,11 @@ class Prefills:
 
     def usual_bursts(self, most: int) -> list[tuple[int, int]]:
         """(tokens of a prompt, up to `most`, number of prompts) that are packed, for each program of `usual`."""
-        bursts, power = [], _SHORTEST_PACKED
-        while self._packs and power <= self._chunk // 2 and power < min(most, self._piece + 1):
-            bursts.append((power + 1, self._least_pack(power) // max(power, _FREE_TOKENS)))
-            power *= 2
-        return bursts
+        return [
+            (power + 1, self._least_pack(power) // max(power, _FREE_TOKENS))
+            for power in self._usual_packs(min(self._piece, most))
+            if power < most
+        ]
 
     def _chosen(self, count: int, capacity: int) -> tuple[int, int] | None:
         """(width of the program for a prompt, or for the last piece of a long one; the capacity of its states); None
@@ -334,7 +331,12 @@ class Prefills:
 
     def _least_pack(self, power: int) -> int:
         """Tokens of the shortest row of packed prompts of up to `power` tokens."""
-        return min(self._chunk, max(_SHORTEST_PACK, _ROWS_OF_PACK * power))
+        return min(self._chunk, _SHORTEST_PACK if 2 * power <= _SHORTEST_PACK else _PROMPTS * power)
+
+    def _usual_packs(self, most: int) -> list[int]:
+        """The `_power` of prompts, of up to about `most` tokens, that are packed in the shortest rows."""
+        powers = itertools.takewhile(lambda power: power // 2 < most, map(_SHORTEST_PACKED.__lshift__, range(16)))
+        return [power for power in powers if self._packs and 2 * power <= min(self._chunk, _SHORTEST_PACK)]
 
     def _packed(
         self, leaves, alike: Sequence[Request], power: int, width: int, budget: float, capacity: int
