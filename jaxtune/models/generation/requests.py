@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -76,10 +77,11 @@ def fill_masks(rows: Iterable[tuple[Constraint, int]], masks: np.ndarray) -> Non
 def accept_all(rows: Sequence[tuple[Constraint, Sequence[int]]]) -> list[bool | ValueError]:
     """What each constraint says of its row's new tokens: `accept`, or its error."""
     found: list[bool | ValueError] = [False] * len(rows)
-    for kind, placed in _by_type((constraint, place) for place, (constraint, _) in enumerate(rows)).items():
-        its_rows = [rows[place] for _, place in placed]
+    placed_rows = ((constraint, (place, tokens)) for place, (constraint, tokens) in enumerate(rows))
+    for kind, placed in _by_type(placed_rows).items():
+        its_rows = [(constraint, tokens) for constraint, (_, tokens) in placed]
         said = kind.accept_all(its_rows) if issubclass(kind, Together) else [_accepted(*row) for row in its_rows]
-        for (_, place), of_row in zip(placed, said, strict=True):
+        for (_, (place, _)), of_row in zip(placed, said, strict=True):
             found[place] = of_row
     return found
 
@@ -92,9 +94,9 @@ def _accepted(constraint: Constraint, tokens: Sequence[int]) -> bool | ValueErro
 
 
 def _by_type[T](rows: Iterable[tuple[Constraint, T]]) -> dict[type, list[tuple[Any, T]]]:
-    groups: dict[type, list[tuple[Any, T]]] = {}
+    groups = collections.defaultdict(list)
     for row in rows:
-        groups.setdefault(type(row[0]), []).append(row)
+        groups[type(row[0])].append(row)
     return groups
 
 

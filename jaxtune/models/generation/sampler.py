@@ -995,8 +995,11 @@ class Sampler:
         due = []
         for piece in pieces:
             request = self._requests.get(piece.request)
-            is_due = request is None or len(piece.ids) == len(request.tokens) - request.start
-            is_due = is_due or (len(request.tokens) + request.number) % self._steps == 0
+            is_due = (
+                request is None
+                or len(piece.ids) == len(request.tokens) - request.start
+                or (len(request.tokens) + request.number) % self._steps == 0
+            )
             (due if is_due else self._pieces).append(piece)
         return due
 
