@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import math
 import queue
 import sys
 import threading
@@ -27,6 +28,8 @@ _SCORING_SECONDS = 0.05  # between two looks whether a program that scores is re
 # Prompts that come together are prefilled together: what is being read for so long is waited for, but so long at most
 # after the first, on an idle device.
 _ARRIVING_SECONDS, _GATHERING_SECONDS = 0.05, 0.003
+# After a row, others are likely; rounds of one step cost little while at most this share of the slots decodes.
+_FOLLOWING_SECONDS, _FEW = 0.01, 1 / 4
 _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients would wait for minutes
 
 
@@ -142,6 +145,7 @@ class Engine:
         self._rows = Shares(_MOST_ROWS)  # that wait or decode, as the event loop counts
         self._arriving: dict[object, float] = {}  # requests that are being read, and since when
         self._first_placed: float | None = None  # when the first row came since the last round
+        self._last_placed = -math.inf
         self._ended: ApiError | None = None
         self._open: set[Answers] = set()
         self._awaited: set[asyncio.Future[None]] = set()  # each gets the error of `end`
@@ -412,7 +416,8 @@ class Engine:
         )
         answers.numbers.append(number)
         self._of_request[number] = answers, index
-        self._first_placed = time.monotonic() if self._first_placed is None else self._first_placed
+        self._last_placed = time.monotonic()
+        self._first_placed = self._last_placed if self._first_placed is None else self._first_placed
 
     def _score_one(self) -> bool:
         """Scores the prompt of the row that waits longest, of those whose programs are ready, and submits the row.
@@ -456,7 +461,9 @@ class Engine:
         """One round. If it raises, the sampler is dropped and all its rows end with the error, because its arrays may
         have been donated to the call that failed.
         """
-        self._first_placed, sampler.more_come = None, self._more_come()
+        follow = time.monotonic() - self._last_placed < _FOLLOWING_SECONDS
+        few = len(self._of_request) <= _FEW * sampler.plan.slots
+        self._first_placed, sampler.more_come = None, self._more_come() or (follow and few)
         try:
             pieces = sampler.step()
         except BaseException as failed:  # as in _reported; the sampler's arrays may be gone

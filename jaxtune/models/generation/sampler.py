@@ -986,18 +986,16 @@ class Sampler:
         self._dispatched(emitted, 1)
 
     def _due(self) -> list[Piece]:
-        """The pieces that `step` returns. While rounds have one step for constraints, tokens after a row's first are
-        joined to about as many as of other rounds, and come at different times from different rows.
+        """The pieces that `step` returns: those with a row's first tokens, its last, or as many as a usual round makes.
+        Of rounds of one step fewer are due at different times of different rows.
         """
         pieces, self._pieces = joined_pieces(self._pieces), []
-        if not any(request is not None and request.constraint is not None for request in self._slots):
-            return pieces
         due = []
         for piece in pieces:
             request = self._requests.get(piece.request)
             is_due = (
                 request is None
-                or len(piece.ids) == len(request.tokens) - request.start
+                or len(piece.ids) >= min(self._steps, len(request.tokens) - request.start)
                 or (len(request.tokens) + request.number) % self._steps == 0
             )
             (due if is_due else self._pieces).append(piece)
