@@ -166,6 +166,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
     from jaxtune.serve.loading import AdapterFolder
+    from jaxtune.system.heap import frozen_heap
 
     timing.imported()
     below, ranks = options.adapters_below, options.adapter_ranks
@@ -200,6 +201,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
             began = time.monotonic()
             sampler = sampler_of(base.model, adapters, room_bytes())
             programs, earlier, ahead = sampler.prepare(), ahead, Prepared(0, 0)
+            sampler.rehearse()
             defaults = ", ".join(f"{key} {value:g}" for key, value in base.defaults.items())
             say(
                 f"{', '.join((base.name, *adapters))}: {sampler.plan}; programs: {programs.loaded} loaded, "
@@ -212,7 +214,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
         with ThreadPoolExecutor(1) as beside:
             beside.submit(base.prepare_grammars)
             engine = Engine(sampler, models)
-        with timing.phase("serve"):
+        with frozen_heap(), timing.phase("serve"):
             limits = options.timeout, options.grace
             server.Server(engine, listener, key, *limits, readers, folder).run_until_signal()
 

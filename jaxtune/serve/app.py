@@ -275,6 +275,12 @@ class _Api:
         """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event. ApiError:
         a wrong, large or late body, refused rows, a failed engine, or (504) the time is over.
         """
+        with contextlib.ExitStack() as arrival:
+            arrival.enter_context(self._engine.arrival())
+            return await self._answered(request, arrival)
+
+    async def _answered(self, request: Request, arrival: contextlib.ExitStack) -> Response:
+        """`answer`; closes `arrival` when the rows are submitted."""
         request_values, arrived = await self._read(request)
         assert isinstance(request_values, ParsedRequest)
         deadline = arrived + self._seconds
@@ -291,6 +297,7 @@ class _Api:
                     rows = request_values.rows
                     if any(row.grammar is not None for row in rows):
                         rows = await self._in_thread(lambda: _constrained(request_values, served))
+                    arrival.close()
                     answers = await self._engine.submit(served.name, rows, client)
             except TimeoutError:
                 raise self._too_late() from None
@@ -329,28 +336,30 @@ class _Api:
 
     async def _whole(self, answer: Answer | ResponsesAnswer, answers: Answers, progress: Progress) -> bytes:
         while answers.left:
-            index, piece = await answers.next()
-            progress.add(_new_tokens(piece))
-            with panics():
-                answer.add(index, piece)
+            for index, piece in await answers.ready():
+                progress.add(_new_tokens(piece))
+                with panics():
+                    answer.add(index, piece)
         progress.end(answer.usage)
         return await self._in_thread(lambda: encoded(answer.whole(), large=True))
 
     async def _events(
         self, answer: Answer | ResponsesAnswer, answers: Answers, progress: Progress
     ) -> AsyncIterator[bytes]:
-        for chunk in answer.first_chunks():
-            yield answer.frame(chunk)
+        """What is ready at the same time comes together, as each write takes long."""
+        if first := b"".join(map(answer.frame, answer.first_chunks())):
+            yield first
+        frames: list[bytes] = []
         while answers.left:
-            index, piece = await answers.next()
-            progress.add(_new_tokens(piece))
-            make = functools.partial(_frames, answer, index, piece)
-            for chunk in await self._in_thread(make) if answer.is_large else make():
-                yield chunk
+            for index, piece in await answers.ready():
+                progress.add(_new_tokens(piece))
+                make = functools.partial(_frames, answer, index, piece)
+                frames += await self._in_thread(make) if answer.is_large else make()
+            if frames and answers.left:
+                yield b"".join(frames)
+                frames = []
         progress.end(answer.usage)
-        for chunk in answer.last_chunks():
-            yield answer.frame(chunk)
-        yield answer.last_frame
+        yield b"".join((*frames, *map(answer.frame, answer.last_chunks()), answer.last_frame))
 
     async def _in_thread[T](self, make: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._forms, make)

@@ -6,11 +6,13 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import math
 import queue
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 
 from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.requests import Piece, PromptPictures
@@ -23,6 +25,11 @@ from jaxtune.system import lifetimes
 from jaxtune.system.terminal import say
 
 _SCORING_SECONDS = 0.05  # between two looks whether a program that scores is ready
+# Prompts that come together are prefilled together: what is being read for so long is waited for, but so long at most
+# after the first, on an idle device.
+_ARRIVING_SECONDS, _GATHERING_SECONDS = 0.05, 0.003
+# After a row, others are likely; rounds of one step cost little while at most this share of the slots decodes.
+_FOLLOWING_SECONDS, _FEW = 0.01, 1 / 4
 _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients would wait for minutes
 
 
@@ -45,13 +52,13 @@ class _Failed:
 class Answers:
     """The queue of one request's tokens, from the engine's thread to the event loop.
 
-    The request's handler awaits `next` until `left` is 0, and must `close` whatever happens, so that no slot decodes
+    The request's handler awaits `ready` until `left` is 0, and must `close` whatever happens, so that no slot decodes
     for a client that is gone.
 
       served: the model that is asked. count: rows of the request. client: who asks.
 
     Attributes:
-      left: rows whose last tokens `next` has not returned.
+      left: rows whose last tokens `ready` has not returned.
       numbers: of the rows in the sampler; only the engine's thread uses them.
     """
 
@@ -60,19 +67,27 @@ class Answers:
         self.served, self.count, self.left, self.client = served, count, count, client
         self.numbers: list[int] = []  # of the sampler's requests; the engine's thread sets them
         self._made: asyncio.Queue[tuple[int, Piece | PromptScores | _Failed]] = asyncio.Queue()
+        self._failed: tuple[int, _Failed] | None = None
         self._closed = False
 
-    async def next(self) -> tuple[int, Piece | PromptScores]:
-        """Waits for (index of a row, its new tokens or its prompt's scores); only while `left` is not 0.
+    async def ready(self) -> list[tuple[int, Piece | PromptScores]]:
+        """Waits for (index of a row, its new tokens or its prompt's scores), and returns all that is there; only while
+        `left` is not 0.
 
         ApiError: the engine failed, or the server stops.
         """
-        index, piece = await self._made.get()
-        if isinstance(piece, _Failed):
-            raise piece.error
-        if isinstance(piece, Piece) and piece.finish_reason is not None:
-            self.left -= 1
-        return index, piece
+        found: list[tuple[int, Piece | PromptScores]] = []
+        while not found or not self._made.empty():
+            index, piece = self._failed or await self._made.get()
+            if isinstance(piece, _Failed):
+                if not found:
+                    raise piece.error
+                self._failed = index, piece  # of the next call
+                break
+            if isinstance(piece, Piece) and piece.finish_reason is not None:
+                self.left -= 1
+            found.append((index, piece))
+        return found
 
     def put(self, index: int, piece: Piece | PromptScores | _Failed) -> None:
         """Queues a row's tokens or its error, from the engine's thread; nothing happens after the event loop's end.
@@ -128,6 +143,9 @@ class Engine:
         self._scores = False  # whether the last pass scored a prompt
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._rows = Shares(_MOST_ROWS)  # that wait or decode, as the event loop counts
+        self._arriving: dict[object, float] = {}  # requests that are being read, and since when
+        self._first_placed: float | None = None  # when the first row came since the last round
+        self._last_placed = -math.inf
         self._ended: ApiError | None = None
         self._open: set[Answers] = set()
         self._awaited: set[asyncio.Future[None]] = set()  # each gets the error of `end`
@@ -139,6 +157,16 @@ class Engine:
         lifetimes.end_with(self, _end_thread, self._commands, self._thread)
 
     # ---- called in the event loop's thread
+
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """While a request is read, whose rows are then submitted."""
+        request = object()
+        self._arriving[request] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._arriving[request]
 
     async def submit(self, model: str, rows: Sequence[Row], client: Hashable = None) -> Answers:
         """Queues all rows or none, after the current pass of the engine's thread; a cancelled call cancels the rows.
@@ -264,15 +292,27 @@ class Engine:
     def _obey(self) -> bool:
         """Calls the queued functions, and waits for one while there are no rows; False after `close`."""
         waits = not self._scores and (self._sampler is None or not self._sampler.pending)
+        seconds = _SCORING_SECONDS if self._scoring else None
         while True:
             try:
-                command = self._commands.get(waits, _SCORING_SECONDS if self._scoring else None)
+                command = self._commands.get(waits, seconds)
             except queue.Empty:
-                return True
+                if not self._gathers():
+                    return True
+                waits, seconds = True, _GATHERING_SECONDS / 8
+                continue
             if command is None:
                 return False
             command()
             waits = False
+
+    def _more_come(self) -> bool:
+        """Whether requests are being read, in the usual time."""
+        return any(time.monotonic() - began < _ARRIVING_SECONDS for began in [*self._arriving.values()])
+
+    def _gathers(self) -> bool:
+        first = self._first_placed
+        return first is not None and time.monotonic() - first < _GATHERING_SECONDS and self._more_come()
 
     def _reported(self, command: Callable[[], None], done: asyncio.Future[None]) -> None:
         """Calls `command`; `done` gets None or the ApiError, in the event loop. Raises nothing."""
@@ -376,6 +416,8 @@ class Engine:
         )
         answers.numbers.append(number)
         self._of_request[number] = answers, index
+        self._last_placed = time.monotonic()
+        self._first_placed = self._last_placed if self._first_placed is None else self._first_placed
 
     def _score_one(self) -> bool:
         """Scores the prompt of the row that waits longest, of those whose programs are ready, and submits the row.
@@ -419,6 +461,9 @@ class Engine:
         """One round. If it raises, the sampler is dropped and all its rows end with the error, because its arrays may
         have been donated to the call that failed.
         """
+        follow = time.monotonic() - self._last_placed < _FOLLOWING_SECONDS
+        few = len(self._of_request) <= _FEW * sampler.plan.slots
+        self._first_placed, sampler.more_come = None, self._more_come() or (follow and few)
         try:
             pieces = sampler.step()
         except BaseException as failed:  # as in _reported; the sampler's arrays may be gone

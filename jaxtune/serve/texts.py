@@ -67,7 +67,7 @@ class Text:
 
     def end(self) -> Pieces:
         """Returns what was not returned yet, and sets `calls`."""
-        text = self._decode(self._ids)
+        text = self._text if self._known == len(self._ids) else self._decode(self._ids)
         start = self._stops_from()
         offsets = [offset for offset in (text.find(stop, start) for stop in self._stops) if offset >= 0]
         pieces = self._new_pieces(text[: min(offsets)] if offsets else text)

@@ -269,6 +269,24 @@ def test_the_thread_ends_with_its_sampler(model, monkeypatch):
     assert not threads()
 
 
+def test_a_program_that_takes_long_keeps_no_other_waiting(model, monkeypatch):
+    goes_on = threading.Event()
+
+    def slow(calls):
+        shapes = {leaf.shape for call in calls for leaf in jax.tree.leaves(call.arguments)}
+        assert (1, 256) not in shapes or goes_on.wait(60)
+
+    monkeypatch.setattr(ready, "prepare", slow)
+    with made(model) as sampler:
+        assert not sampler.can_score(200) and not sampler.can_score(9)
+        while not sampler.can_score(9):
+            sampler._ready.wait(1)
+        assert not sampler.can_score(200)
+        goes_on.set()
+        while not sampler.can_score(200):
+            sampler._ready.wait(1)
+
+
 def test_a_second_start_compiles_nothing(model, monkeypatch, tmp_path):
     monkeypatch.setattr(kept_programs, "cache_of_programs", in_use)
     monkeypatch.setattr(kept_programs, "_FORMAT", str(tmp_path))

@@ -9,12 +9,17 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxtune
 from jaxtune.conversations.answers import AnswerReader
 from jaxtune.conversations.calls import FORMS
 from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.generation.limits import NO_MASK
+from jaxtune.models.generation.requests import _accepted, accept_all, fill_masks
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.served import Readable, ServedModel
@@ -169,6 +174,36 @@ def test_other_rows_do_not_change(models, compiler, tokenizer):
             return [texts[row] for row in rows]
 
         assert made() == made("[a-f]{9}", "[0-9]{3}") == made("(ab)+")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 9), st.integers(0, 2**32 - 1), st.booleans())
+def test_rows_together_are_rows_alone(compiler, tokenizer, count, seed, slow):
+    """Masks, and what is said of tokens, also of wrong ones, with thoughts, and where all together take too long."""
+    draw, size = random.Random(seed), len(tokenizer)
+    words = (size + 31) // 32
+    texts = [grammars.json_grammar(schema_of(draw) | {"$defs": {"shared": {"type": "null"}}}) for _ in range(count)]
+    thoughts = [draw.choice([(None, False, None), (re.compile("</think>"), draw.random() < 0.5, 7)]) for _ in texts]
+    rows, others = ([compiler.constraint(*pair) for pair in ((t, *b) for t, b in zip(texts, thoughts))] for _ in "ab")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "_SECONDS_PER_TOKEN", -1.0 if slow else grammars._SECONDS_PER_TOKEN)
+        patch.setattr(grammars, "_SECONDS", 1e9)
+        for _ in range(draw.randint(1, 12)):
+            masks = np.zeros((count + 2, words), np.uint32)
+            places = draw.sample(range(count + 2), len(rows))
+            fill_masks([*zip(rows, places, strict=True)], masks)
+            tokens = []
+            for row, place in zip(others, places, strict=True):
+                mask = row.mask()
+                np.testing.assert_array_equal(masks[place], NO_MASK if mask is None else mask)
+                bits = np.unpackbits(masks[place].view(np.uint8), bitorder="little")[:size]
+                allowed = np.flatnonzero(bits).tolist() or [0]
+                tokens.append([draw.choice(allowed) if draw.random() < 0.95 else draw.randrange(size)])
+            said = accept_all([*zip(rows, tokens, strict=True)])
+            expected = [_accepted(*row) for row in zip(others, tokens, strict=True)]
+            assert [*map(str, said)] == [*map(str, expected)]
+            goes_on = [place for place, one in enumerate(said) if one is False]
+            rows, others = ([group[place] for place in goes_on] for group in (rows, others))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from jaxtune.conversations.answers import SPACES, AnswerReader
 from jaxtune.conversations.tokenizing import Tokenizer
+from jaxtune.models.generation.limits import NO_MASK
 from jaxtune.system.extras import install
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
     from jaxtune.models.decoder import Decoder
 
@@ -28,6 +31,8 @@ _SECONDS, _SECONDS_PER_TOKEN = 1.0, 0.02
 _MOST_VOCABULARIES = 4
 _vocabularies: dict[bytes, LLTokenizer] = {}  # the last used ones, in the order of their use
 _vocabularies_lock = threading.Lock()
+_WATCHED_TOKENS = 16  # in which each row's grammar is timed, after those of all rows together took too long
+_MOST_THREADS = 8  # that follow grammars
 _TAIL = 16  # tokens in which the end of thoughts is looked for
 
 
@@ -180,6 +185,7 @@ class GrammarConstraint:
         self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
         self._thoughts: list[int] = []
         self._seconds = _SECONDS  # that are left
+        self._watched = 0  # tokens for which it is followed alone, and timed
 
     @functools.cached_property
     def _matcher(self) -> LLMatcher:
@@ -202,21 +208,98 @@ class GrammarConstraint:
     def accept(self, tokens: Sequence[int]) -> bool:
         began = time.thread_time()
         for token in tokens:
-            first, self._opens = self._opens, None
-            if self._thinks:
-                assert self._thoughts_end is not None
-                self._thoughts = [*self._thoughts[-_TAIL:], token]
-                self._thinks = self._thoughts_end.search(self._decode(self._thoughts)) is None
-            elif first is not None and token == first:
-                self._thinks = True
-            elif not self._matcher.consume_token(token):
+            if not self._is_thought(token) and not self._matcher.consume_token(token):
                 break
+        self._watched = max(0, self._watched - len(tokens))
+        return self._is_complete(len(tokens), time.thread_time() - began)
+
+    def _is_thought(self, token: int) -> bool:
+        """Whether the next token is one of thoughts, which it then is."""
+        first, self._opens = self._opens, None
+        if self._thinks:
+            assert self._thoughts_end is not None
+            self._thoughts = [*self._thoughts[-_TAIL:], token]
+            self._thinks = self._thoughts_end.search(self._decode(self._thoughts)) is None
+            return True
+        self._thinks = first is not None and token == first
+        return self._thinks
+
+    def _is_complete(self, count: int, spent: float) -> bool:
+        """After `count` tokens, which took `spent` seconds. ValueError: as `accept`."""
         if self._thinks:
             return False
-        spent = time.thread_time() - began
-        self._seconds = min(_SECONDS, self._seconds - spent + _SECONDS_PER_TOKEN * len(tokens))
+        self._seconds = min(_SECONDS, self._seconds - spent + _SECONDS_PER_TOKEN * count)
         if self._seconds < 0:
             raise ValueError("the grammar takes too long to follow: make it less ambiguous")
         if self._matcher.is_error():
             raise ValueError(f"the grammar is not followed: {_first_words(self._matcher.get_error())}")
         return self._matcher.is_stopped()
+
+    # ---- of many rows
+
+    @classmethod
+    def fill(cls, rows: Sequence[tuple[Self, int]], masks: np.ndarray) -> None:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        together = [row for row in rows if not row[0]._thinks and not row[0]._watched]
+        if len(together) < 2 or masks.dtype != np.uint32 or not masks.flags.c_contiguous:
+            together = []
+        for constraint, index in rows if not together else (row for row in rows if row[0]._thinks or row[0]._watched):
+            mask = constraint.mask()
+            masks[index] = NO_MASK if mask is None else mask
+        if not together:
+            return
+        bits = together[0][0]._bits  # of the same vocabulary, as of one model
+        direct = bits == masks.shape[1]
+        words = masks.view(np.int32) if direct else np.zeros((len(together), bits), np.int32)
+        where = [index for _, index in together]
+        matchers = [
+            (constraint._matcher, index if direct else place) for place, (constraint, index) in enumerate(together)
+        ]
+        with _timed(constraint for constraint, _ in together):
+            fill_next_token_bitmask_par(_executor(), matchers, words)
+        if not direct:
+            masks[where] = words.view(np.uint32)[:, : masks.shape[1]]
+        for constraint, index in together:
+            if (opens := constraint._opens) is not None:
+                masks[index, opens // 32] |= np.uint32(1) << np.uint32(opens % 32)
+
+    @classmethod
+    def accept_all(cls, rows: Sequence[tuple[Self, Sequence[int]]]) -> list[bool | ValueError]:
+        from llguidance.numpy import consume_token_par
+
+        single = {id(row[0]) for row in rows if len(row[1]) == 1 and not row[0]._watched}
+        single = single if len(single) > 1 else set()
+        consumed = [
+            (constraint, tokens[0])
+            for constraint, tokens in rows
+            if id(constraint) in single and not constraint._is_thought(tokens[0])
+        ]
+        if consumed:
+            with _timed(constraint for constraint, _ in consumed):
+                consume_token_par(_executor(), [(constraint._matcher, token) for constraint, token in consumed])
+
+        def said(constraint: Self, tokens: Sequence[int]) -> bool | ValueError:
+            try:
+                return constraint._is_complete(1, 0.0) if id(constraint) in single else constraint.accept(tokens)
+            except ValueError as error:
+                return error
+
+        return [said(*row) for row in rows]
+
+
+@contextlib.contextmanager
+def _timed(constraints: Iterable[GrammarConstraint]) -> Iterator[None]:
+    """While constraints are followed together: if it takes long, each is timed alone for some tokens."""
+    began = time.monotonic()
+    yield
+    if time.monotonic() - began > _SECONDS_PER_TOKEN:
+        for constraint in constraints:
+            constraint._watched = _WATCHED_TOKENS
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)))

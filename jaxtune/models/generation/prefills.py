@@ -21,10 +21,12 @@ from jaxtune.models.generation.structure import Structure
 from jaxtune.models.layers.attention import Attention
 
 _SMALLEST = 16  # prompts are padded to at least this many tokens
-_SHORTEST_PACKED = 128  # from this padded length on, prompts are packed; caches of shorter ones are as long as this
+_SHORTEST_PACKED = 64  # tokens of the caches of packed prompts, at least
+_SHORTEST_PACK, _PROMPTS = 512, 4  # tokens of a packed row, at least, and of its longest prompts if it is longer
+_FREE_TOKENS = 128  # a program of fewer takes as long, as it reads all weights
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 _NO_SLOT = np.iinfo(np.int32).max  # a slot to which nothing is copied
-_LEAST_USUAL, _STEP = 32, 4  # widths that are compiled ahead: the longest, and each a quarter of the one before
+_LEAST_USUAL, _STEP = _FREE_TOKENS, 4  # widths that are compiled ahead: the longest, and each a quarter of the last
 _AHEAD = 2  # with fewer of them, prompts are prefilled for which no slot is free yet
 _SHORTEST_PIECE = 512  # to which the last piece of a prompt is padded at least
 
@@ -81,9 +83,9 @@ class Prefills:
     (prefixes.py), which get the bits that they get without. Only what a prefill made is stored, no decoded token, and
     nothing of prompts with pictures.
 
-    If all mixers are attention and layers exchange nothing, one program packs shorter prompts into one row of `chunk`
-    tokens, or half as many, or `at_once` while most slots are free. They must fill half of it, and round up to the same
-    power of two. Other prompts are padded rows.
+    If all mixers are attention and layers exchange nothing, one program packs prompts that round up to the same power
+    of two, 64 or more, into one row of 512 tokens (of four times as many where two do not fit), of `chunk` tokens, half
+    as many, or `at_once` while most slots are free, unless they would take less alone. Other prompts are padded rows.
 
     A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
     program of few tokens takes about as long as one of several times as many.
@@ -227,9 +229,9 @@ class Prefills:
         alike = [r for r in nearest if r.pictures is None and 1 < len(r.tokens) <= self._piece + 1]
         candidates = {r.key: r for r in alike if _padded(len(r.tokens) - 1) <= capacity}
         candidates = [request for request in candidates.values() if self.ready(request) is None]
-        if self._packs and _SHORTEST_PACKED <= next_power(count) <= self._chunk // 2:
-            alike = [request for request in candidates if next_power(len(request.tokens) - 1) == next_power(count)]
-            if (size := self._packed(leaves, alike, next_power(count), budget, capacity)) is not None:
+        if self._packs and (power := _power(first)) <= self._chunk // 2:
+            alike = [request for request in candidates if _power(request) == power]
+            if (size := self._packed(leaves, alike, power, width, budget, capacity)) is not None:
                 return size
             candidates = [first]
         alike = [request for request in candidates if _padded(count) <= _padded(len(request.tokens) - 1) <= width]
@@ -259,11 +261,8 @@ class Prefills:
         width = min(_padded(self._piece), capacity)
         if capacity > self._piece:
             sizes += self._long_sizes(capacity, self._piece, capacity, capacity)
-        power = _SHORTEST_PACKED
-        while self._packs and power <= self._chunk // 2 and power // 2 < min(capacity, self._piece):
-            for size in dict.fromkeys((self._at_once, self._chunk)):
-                sizes += self._pack_sizes(size, min(power, capacity), capacity)
-            power *= 2
+        for power in self._usual_packs(min(capacity, self._piece)):
+            sizes += self._pack_sizes(self._least_pack(power), min(power, capacity), capacity)
         while True:
             rows = {1} if self._packs or self._one else {1, max(1, self._chunk // width)}
             for count in sorted(rows):
@@ -271,6 +270,14 @@ class Prefills:
             if width <= _LEAST_USUAL:
                 return sorted(sizes, key=_tokens, reverse=True)
             width = _padded(width // _STEP)
+
+    def usual_bursts(self, most: int) -> list[tuple[int, int]]:
+        """(tokens of a prompt, up to `most`, number of prompts) that are packed, for each program of `usual`."""
+        return [
+            (power + 1, self._least_pack(power) // max(power, _FREE_TOKENS))
+            for power in self._usual_packs(min(self._piece, most))
+            if power < most
+        ]
 
     def _chosen(self, count: int, capacity: int) -> tuple[int, int] | None:
         """(width of the program for a prompt, or for the last piece of a long one; the capacity of its states); None
@@ -322,21 +329,37 @@ class Prefills:
         rows = _rows_of_pack(size, width)
         return [Pack(size, width, rows), Insert(capacity, rows, width)]
 
-    def _packed(self, leaves, alike: Sequence[Request], power: int, budget: float, capacity: int) -> int | None:
-        """Packs the first of `alike`, prompts of power / 2 + 1 to `power` tokens: the row's tokens, or None if they are
-        too few.
+    def _least_pack(self, power: int) -> int:
+        """Tokens of the shortest row of packed prompts of up to `power` tokens."""
+        return min(self._chunk, _SHORTEST_PACK if 2 * power <= _SHORTEST_PACK else _PROMPTS * power)
+
+    def _usual_packs(self, most: int) -> list[int]:
+        """The `_power` of prompts, of up to about `most` tokens, that are packed in the shortest rows."""
+        powers = itertools.takewhile(lambda power: power // 2 < most, map(_SHORTEST_PACKED.__lshift__, range(16)))
+        return [power for power in powers if self._packs and 2 * power <= min(self._chunk, _SHORTEST_PACK)]
+
+    def _packed(
+        self, leaves, alike: Sequence[Request], power: int, width: int, budget: float, capacity: int
+    ) -> int | None:
+        """Packs the first of `alike`, whose `_power` it is: the row's tokens, or None if they are too few. width: that
+        one of them is padded to alone.
         """
-        # (tokens of a row, the least that prompts must fill of it): the largest row must leave room for none.
-        sizes = [(self._at_once, self._at_once - power)] if self._chunk < self._at_once <= budget else []
-        sizes += [(size, size / 2) for size in (self._chunk, self._chunk // 2)]
-        for size, least in sizes:
+        sizes = [self._least_pack(power)]
+        if not self._ready.beside:
+            sizes = [self._chunk, self._chunk // 2, *(size for size in sizes if size < self._chunk // 2)]
+            sizes = [self._at_once, *sizes] if self._chunk < self._at_once <= budget else sizes
+        for size in sizes:
             packed = self._fitting(alike, 2 * size // power, size)
             lengths = [len(request.tokens) - 1 for request in packed]
-            if len(packed) > 1 and sum(lengths) >= least:
-                width = min(power, capacity) if self._ready.beside else _padded(max(lengths))
-                if self._ready.choose(self._pack_sizes(size, width, capacity), ()) != 0:
+            if size > self._chunk:  # the largest row must leave room for none
+                fills = sum(lengths) >= size - power
+            else:
+                fills = len(packed) * max(width, _FREE_TOKENS) >= size
+            if len(packed) > 1 and fills:
+                caches = min(power, capacity) if self._ready.beside else max(_SHORTEST_PACKED, _padded(max(lengths)))
+                if self._ready.choose(self._pack_sizes(size, caches, capacity), ()) != 0:
                     continue
-                states = self._pack(leaves, packed, width, size)
+                states = self._pack(leaves, packed, caches, size)
                 self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
                 return size
         return None
@@ -442,6 +465,11 @@ def _look(request: Request) -> Look:
     assert request.pictures is not None
     patches = request.pictures.pictures.patch_segments.shape[1]
     return Look(_padded(len(request.tokens) - 1), length_bucket(patches))
+
+
+def _power(request: Request) -> int:
+    """The length by which prompts are packed together."""
+    return max(_SHORTEST_PACKED, next_power(len(request.tokens) - 1))
 
 
 def _rows_of_pack(size: int, width: int) -> int:

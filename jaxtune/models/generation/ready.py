@@ -1,4 +1,4 @@
-"""The programs that a sampler has, and a thread that compiles further ones while rows decode."""
+"""The programs that a sampler has, and threads that compile further ones while rows decode."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # A program that a larger one serves is compiled so much later: a burst after a start is not disturbed.
 LATER_SECONDS = 30.0
+_THREADS = 2  # that compile, so that a program that takes long keeps only itself waiting
 _AT_ONCE = 8  # programs for another model that are compiled together, before what is due
 
 
@@ -237,12 +238,11 @@ class Shapes:
 class Ready:
     """Which programs of a sampler are compiled.
 
-    beside: further ones are compiled in a thread; False: whoever calls them compiles them, so that all count as ready.
+    beside: further ones are compiled in threads; False: whoever calls them compiles them, so that all count as ready.
     """
 
     def __init__(self, shapes: Shapes, beside: bool):
         self.beside, self._queue = beside, _Queue(shapes)
-        self._thread: threading.Thread | None = None
         self.close = lifetimes.end_with(self, _end, self._queue)
 
     def use(self, structure: Structure, arrays: Sequence[jax.ShapeDtypeStruct], gated: bool) -> None:
@@ -324,10 +324,13 @@ class Ready:
             self._queue.changed.wait(seconds)
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._queue.run, name="compiles beside", daemon=True)
-            self._queue.thread = self._thread
-            self._thread.start()
+        """With the lock of the queue."""
+        if not self._queue.threads:
+            self._queue.threads = [
+                threading.Thread(target=self._queue.run, name="compiles beside", daemon=True) for _ in range(_THREADS)
+            ]
+            for thread in self._queue.threads:
+                thread.start()
 
 
 @dataclasses.dataclass
@@ -340,16 +343,17 @@ class _Following:
 
 
 class _Queue:
-    """What is ready, and what the thread compiles until it is closed."""
+    """What is ready, and what the threads compile until it is closed."""
 
     def __init__(self, shapes: Shapes):
         self.shapes, self.closed = shapes, False
         self.changed = threading.Condition()
         self.ready: set[Size] = set()
-        self.thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
         self.following: _Following | None = None
         self._failed: dict[Size, Exception] = {}
         self._due: dict[Size, float] = {}  # when each begins
+        self._begun: set[tuple[Shapes, Size]] = set()  # that a thread compiles
 
     def use(self, shapes: Shapes, ready: set[Size]) -> None:
         self.shapes, self.ready, self.following = shapes, ready, None
@@ -374,37 +378,45 @@ class _Queue:
                 error = raised
                 logger.warning("a program was not compiled (%s): %s", ", ".join(map(str, sizes)), error)
             with self.changed:
+                self._begun -= {(shapes, size) for size in sizes}
                 if shapes is self.shapes:
                     for size in sizes:
-                        del self._due[size]
+                        self._due.pop(size, None)
                     if error is None:
                         self.ready.update(sizes)
                     else:
                         self._failed |= dict.fromkeys(sizes, error)
                 elif self.following is not None and shapes is self.following.shapes:
                     self.following.ready.update(sizes)
-                    self.following.error = error
+                    self.following.error = self.following.error or error
                 self.changed.notify_all()
 
     def _next(self) -> tuple[Shapes, list[Size]] | None:
         """Waits for the size that is due first, else some of another model's; None: the end."""
         with self.changed:
             while not self.closed:
-                size = min(self._due, key=lambda size: self._due[size], default=None)
+                waiting = [size for size in self._due if (self.shapes, size) not in self._begun]
+                size = min(waiting, key=lambda size: self._due[size], default=None)
                 seconds = None if size is None else self._due[size] - time.monotonic()
                 if size is not None and seconds is not None and seconds <= 0:
-                    return self.shapes, [size]
+                    return self._begin(self.shapes, [size])
                 if (following := self.following) is not None and following.error is None:
-                    if missing := self.ready - following.ready:
-                        return following.shapes, list(itertools.islice(missing, _AT_ONCE))
+                    missing = (size for size in self.ready - following.ready)
+                    missing = (size for size in missing if (following.shapes, size) not in self._begun)
+                    if sizes := list(itertools.islice(missing, _AT_ONCE)):
+                        return self._begin(following.shapes, sizes)
                 self.changed.wait(seconds)
             return None
 
+    def _begin(self, shapes: Shapes, sizes: list[Size]) -> tuple[Shapes, list[Size]]:
+        self._begun |= {(shapes, size) for size in sizes}
+        return shapes, sizes
+
 
 def _end(queue: _Queue) -> None:
-    """Waits for a program that is being compiled."""
+    """Waits for programs that are being compiled."""
     with queue.changed:
         queue.closed = True
         queue.changed.notify_all()
-    if queue.thread is not None:
-        queue.thread.join()
+    for thread in queue.threads:
+        thread.join()

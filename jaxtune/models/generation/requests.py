@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxtune.conversations.picture_processors import DeferredPatches, PictureArrays
 from jaxtune.models.config import DecoderConfig
+from jaxtune.models.generation.limits import NO_MASK
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.models.vision.tower import TowerConfig
@@ -44,6 +46,58 @@ class Constraint(Protocol):
     def accept(self, tokens: Sequence[int]) -> bool:
         """Takes the row's new tokens; True: its text is complete. ValueError: the row cannot go on, and ends."""
         ...
+
+
+@runtime_checkable
+class Together(Constraint, Protocol):
+    """A Constraint of which those of many rows are followed faster together."""
+
+    @classmethod
+    def fill(cls, rows: Sequence[tuple[Self, int]], masks: np.ndarray) -> None:
+        """Writes masks of (constraint, index of `masks`)."""
+        ...
+
+    @classmethod
+    def accept_all(cls, rows: Sequence[tuple[Self, Sequence[int]]]) -> list[bool | ValueError]:
+        """`accept` of each row, or its error."""
+        ...
+
+
+def fill_masks(rows: Iterable[tuple[Constraint, int]], masks: np.ndarray) -> None:
+    """Writes the mask of each constraint into a row of `masks`, uint32[N, (V + 31) // 32], all bits for None."""
+    for kind, indexed in _by_type(rows).items():
+        if issubclass(kind, Together):
+            kind.fill(indexed, masks)
+            continue
+        for constraint, index in indexed:
+            mask = constraint.mask()
+            masks[index] = NO_MASK if mask is None else mask
+
+
+def accept_all(rows: Sequence[tuple[Constraint, Sequence[int]]]) -> list[bool | ValueError]:
+    """What each constraint says of its row's new tokens: `accept`, or its error."""
+    found: list[bool | ValueError] = [False] * len(rows)
+    placed_rows = ((constraint, (place, tokens)) for place, (constraint, tokens) in enumerate(rows))
+    for kind, placed in _by_type(placed_rows).items():
+        its_rows = [(constraint, tokens) for constraint, (_, tokens) in placed]
+        said = kind.accept_all(its_rows) if issubclass(kind, Together) else [_accepted(*row) for row in its_rows]
+        for (_, (place, _)), of_row in zip(placed, said, strict=True):
+            found[place] = of_row
+    return found
+
+
+def _accepted(constraint: Constraint, tokens: Sequence[int]) -> bool | ValueError:
+    try:
+        return constraint.accept(tokens)
+    except ValueError as error:
+        return error
+
+
+def _by_type[T](rows: Iterable[tuple[Constraint, T]]) -> dict[type, list[tuple[Any, T]]]:
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[type(row[0])].append(row)
+    return groups
 
 
 def text_of(tokenizer: Decodes, ids: Sequence[int]) -> str:
@@ -240,9 +294,9 @@ class Request:
     constraint: Constraint | None = None
     adapter: int = 0  # its number in the sampler; 0: none
 
-    def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+    def take(self, tokens: list[int], accepted: bool | ValueError = False) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or
-        None).
+        None). accepted: what its constraint says of them; ValueError: raised.
         """
         count_before = len(self.tokens) - self.start
         self.tokens += tokens
@@ -251,7 +305,9 @@ class Request:
             if end is not None:
                 del self.tokens[self.start + end :]
                 return self.tokens[self.start + count_before :], "stop"
-        if self.constraint is not None and self.constraint.accept(tokens):
+        if isinstance(accepted, ValueError):
+            raise accepted
+        if accepted:
             return tokens, "stop"
         if tokens and tokens[-1] in self.ends:
             return tokens, "stop"

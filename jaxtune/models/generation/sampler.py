@@ -30,7 +30,7 @@ from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapter
 from jaxtune.models.generation.converted import Converted, convertible_of, picture_bytes
-from jaxtune.models.generation.limits import MOST_BIASES
+from jaxtune.models.generation.limits import MOST_BIASES, NO_MASK
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
 from jaxtune.models.generation.requests import (
@@ -42,11 +42,13 @@ from jaxtune.models.generation.requests import (
     Request,
     Row,
     StopStrings,
+    accept_all,
     check_pictures,
     checked_bias,
     checked_length,
     checked_prompt,
     constraints_of,
+    fill_masks,
     in_turns,
     joined_pieces,
     one_a_prompt,
@@ -76,9 +78,20 @@ _FEWEST_BIASES = 8  # and that of biases
 _FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 _USUAL_LENGTH = 512  # tokens of a row for which `prepare` has programs beside those of the longest
+_SHORT_PROMPT = 100  # tokens of a usual prompt that comes alone
 _IDLE_SECONDS = 0.01  # of a step in which all rows wait for programs
 _GREEDY, _MOST = Kind(False, False, False), Kind(True, True, True, True, True)
-_USUAL = _GREEDY, Kind(True, False, False), Kind(True, True, False)
+_DRAWN, _FILTERED = Kind(True, False, False), Kind(True, True, False)
+
+
+class _Free:
+    """A constraint that allows any token."""
+
+    def mask(self) -> None:
+        return None
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        return False
 
 
 @dataclasses.dataclass
@@ -153,6 +166,8 @@ class Sampler:
     Attributes:
       plan: the SlotPlan in use.
       ends: ids of the tokens that end a row, by the model's files.
+      more_come: set it while requests are about to be submitted: with `first_at_once` rounds then have one step, after
+        which these are prefilled.
 
     Raises ValueError for a model that scores texts, divided weights, too little memory or positions, or as
     `load_adapter`.
@@ -254,7 +269,10 @@ class Sampler:
         self._end = lifetimes.end_with(self, _wait_for, self._rounds, self._prefills)
         self._closed = False
         self._pieces: list[Piece] = []  # the next step returns these
+        self.more_come = False
         self._first_at_once = first_at_once and tokens_per_round > 1
+        self._filled: np.ndarray | None = None  # Rows.masks, of the rows in the slots of `_masked`
+        self._masked: set[int] = set()
         self._runs = False  # whether `run` has rows to yield
         self._kinds: list[Kind] = []  # of the rounds so far, each once
         self._on_host = jax.default_backend() == "cpu"  # where results lie in the host's memory already
@@ -558,18 +576,18 @@ class Sampler:
         with timing.phase("sample"):
             self._switch_if_ready()
             self._fill()
-            if any(request is not None and request.constraint is not None for request in self._slots):
+            if not self._has_work():
+                if self._rounds:
+                    self._read_round()
+                elif self._waiting and self._ready.beside and not self._pieces:
+                    self._ready.wait(_IDLE_SECONDS)
+            elif any(request is not None and request.constraint is not None for request in self._slots):
                 self._follow_constraints()
-            elif self._has_work():
-                self._dispatch()
+            else:
+                self._dispatch(self._steps_of_round())
                 if len(self._rounds) >= _IN_FLIGHT:
                     self._read_round()
-            elif self._rounds:
-                self._read_round()
-            elif self._waiting and self._ready.beside and not self._pieces:
-                self._ready.wait(_IDLE_SECONDS)
-        pieces, self._pieces = self._pieces, []
-        return joined_pieces(pieces)
+        return self._due()
 
     def run(
         self,
@@ -870,12 +888,36 @@ class Sampler:
         """
         self._switch()
         capacities = self._usual_capacities()
-        sizes = [self._size(kind, self._steps, False, capacity) for kind in _USUAL for capacity in capacities]
+        rounds = [(_FILTERED, self._steps), (_DRAWN, self._steps)] + [(_DRAWN, 1)] * self._first_at_once
+        sizes = [self._size(kind, steps, False, capacity) for kind, steps in rounds for capacity in capacities]
         prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
         if self._states is None and self._has_arrays:
             self._grow(capacities[0])
             self._seen = self._empty_seen()
         return prepared
+
+    def rehearse(self) -> None:
+        """Runs the programs of usual rows once: the first run of a program takes longer than later ones. ValueError
+        while requests are not done.
+        """
+        self._require_arrays("rehearse")
+        if self._requests:
+            raise ValueError(f"Sampler: rehearse while {len(self._requests)} requests are not done")
+        drawn, filtered = {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}
+        lone = min(_SHORT_PROMPT, self.plan.length - 2 * self._steps)
+        bursts = [
+            [(lone, self._steps + 1, drawn)],
+            [(lone, self._steps, filtered)],
+            [(lone, 2, {"constraint": _Free()})],
+            *([(length, 1, drawn)] * count for length, count in self._prefills.usual_bursts(self.plan.length - 1)),
+        ]
+        for rows in bursts:
+            for number, (length, new, settings) in enumerate(rows):
+                if length > 0:
+                    prompt = [(number + place) % self.config.vocab_size for place in range(length)]
+                    self.submit(prompt, new, eos_token_ids=(), **settings)
+            while self._requests or self._pieces:
+                self.step()
 
     def _usual_capacities(self) -> list[int]:
         return (
@@ -919,20 +961,25 @@ class Sampler:
         return any(r is not None and len(r.tokens) + r.ahead < r.limit for r in self._slots)
 
     def _masks(self) -> np.ndarray:
-        """Rows.masks of the slots."""
-        masks = np.full((len(self._slots), (self.config.vocab_size + 31) // 32), device.NO_MASK)
-        for slot, request in enumerate(self._slots):
-            if request is not None and request.constraint is not None:
-                mask = request.constraint.mask()
-                if mask is not None:
-                    masks[slot] = mask
+        """Rows.masks of the slots: an array whose use by earlier rounds is over, as they have been read."""
+        shape = len(self._slots), (self.config.vocab_size + 31) // 32
+        masks = self._filled if self._filled is not None else np.full(shape, NO_MASK)
+        self._filled = masks
+        rows = {
+            slot: request.constraint
+            for slot, request in enumerate(self._slots)
+            if request is not None and request.constraint is not None
+        }
+        masks[[*(self._masked - rows.keys())]] = NO_MASK
+        self._masked = set(rows)
+        fill_masks([(constraint, slot) for slot, constraint in rows.items()], masks)
         return masks
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, steps: int) -> None:
         """Starts a round of decoding steps without waiting; the states are donated. The host's changes of slots take
         effect in it.
         """
-        size = self._of_round(1 if self._joined() else self._steps, False)
+        size = self._of_round(steps, False)
         kind, seen, rows = size.kind, self._seen_of(size.kind), self._rows_of(size.kind)
         arguments = self._leaves, self._states, self._live, seen, *self._changes(), rows
         if size not in self._decoding:
@@ -942,28 +989,41 @@ class Sampler:
         self._dispatched(emitted, size.steps)
 
     def _follow_constraints(self) -> None:
-        """A round of single steps: the host reads a token, and makes the next masks, while logits are computed."""
-        for _ in range(1 if self._joined() else self._steps):
-            if not self._has_work():
-                break
-            size = self._of_round(1, True)
-            kind, rows = size.kind, self._rows_of(size.kind)
-            arguments = self._leaves, self._states, self._live, *self._changes(), rows.delta, rows.adapter
-            if size.capacity not in self._decoding:
-                self._decoding[size.capacity] = self._programs.logits.program(self._structure, *arguments)
-            self._states, self._live, logits = self._decoding[size.capacity](*arguments)
-            while self._rounds:
-                self._read_round()
-            rows = rows._replace(masks=self._masks(), delta=None, adapter=None)
-            seen = self._seen_of(kind)
-            if size not in self._decoding:
-                program = self._programs.choose.program(self._structure, kind, logits, self._live, seen, rows)
-                self._decoding[size] = program
-            self._live, seen, emitted = self._decoding[size](logits, self._live, seen, rows)
-            self._seen = seen if kind.penalises else self._seen
-            self._dispatched(emitted, 1)
+        """A round of one step: the host reads the tokens before, and makes the next masks, while logits are
+        computed.
+        """
+        size = self._of_round(1, True)
+        kind, rows = size.kind, self._rows_of(size.kind)
+        arguments = self._leaves, self._states, self._live, *self._changes(), rows.delta, rows.adapter
+        if size.capacity not in self._decoding:
+            self._decoding[size.capacity] = self._programs.logits.program(self._structure, *arguments)
+        self._states, self._live, logits = self._decoding[size.capacity](*arguments)
         while self._rounds:
             self._read_round()
+        rows = rows._replace(masks=self._masks(), delta=None, adapter=None)
+        seen = self._seen_of(kind)
+        if size not in self._decoding:
+            program = self._programs.choose.program(self._structure, kind, logits, self._live, seen, rows)
+            self._decoding[size] = program
+        self._live, seen, emitted = self._decoding[size](logits, self._live, seen, rows)
+        self._seen = seen if kind.penalises else self._seen
+        self._dispatched(emitted, 1)
+
+    def _due(self) -> list[Piece]:
+        """The pieces that `step` returns: those with a row's first tokens, its last, or as many as a usual round makes.
+        Of rounds of one step fewer are due at different times of different rows.
+        """
+        pieces, self._pieces = joined_pieces(self._pieces), []
+        due = []
+        for piece in pieces:
+            request = self._requests.get(piece.request)
+            is_due = (
+                request is None
+                or len(piece.ids) >= min(self._steps, len(request.tokens) - request.start)
+                or (len(request.tokens) + request.number) % self._steps == 0
+            )
+            (due if is_due else self._pieces).append(piece)
+        return due
 
     def _seen_of(self, kind: Kind) -> jax.Array | None:
         if kind.penalises and self._seen is None:
@@ -990,11 +1050,17 @@ class Sampler:
             request.ahead += steps
         self._rounds.append(_Round(emitted, steps, requests))
 
-    def _joined(self) -> bool:
-        """Whether a round of one step gives a new row its first token early, at the cost of few others."""
-        rows = [request for request in self._slots if request is not None] if self._first_at_once else []
+    def _steps_of_round(self) -> int:
+        """One where others come at once, or a new row gets its first token early at the cost of few others, or all rows
+        end so soon that most steps of a longer round would be in vain.
+        """
+        if not self._first_at_once:
+            return self._steps
+        rows = [request for request in self._slots if request is not None]
         is_new = any(len(request.tokens) == request.start and not request.ahead for request in rows)
-        return is_new and len(rows) <= max(1, len(self._slots) // _FEW)
+        is_new = is_new and len(rows) <= max(1, len(self._slots) // _FEW)
+        left = max(request.limit - len(request.tokens) - request.ahead for request in rows)
+        return 1 if self.more_come or is_new or left <= self._steps // 4 else self._steps
 
     @staticmethod
     def _kind_of(rows: Sequence[Request]) -> Kind:
@@ -1028,17 +1094,23 @@ class Sampler:
         oldest = self._rounds.popleft()
         with timing.phase("wait", "the device"):
             tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)
-        for slot, (request, placed) in oldest.requests.items():
+        rows: dict[int, list[int]] = {}  # slots whose rows have not ended, and their new tokens
+        by_slot, logprobs_by_slot = tokens.T.tolist(), logprobs.T.tolist()
+        for slot, (request, _) in oldest.requests.items():
             request.ahead -= oldest.steps
-            if request.done:  # by a stop string or a cancellation that the device did not know of yet
-                continue
-            count = int(counts[slot])
+            if not request.done:  # by a stop string or a cancellation that the device did not know of yet
+                rows[slot] = by_slot[slot][: int(counts[slot])]
+        followed = {slot: its for slot in rows if (its := oldest.requests[slot][0].constraint) is not None}
+        said = dict(zip(followed, accept_all([(followed[slot], rows[slot]) for slot in followed]), strict=True))
+        for slot, new_tokens in rows.items():
+            request, placed = oldest.requests[slot]
+            count = len(new_tokens)
             try:
-                new_tokens, reason = request.take(tokens[:count, slot].tolist())
+                new_tokens, reason = request.take(new_tokens, said.get(slot, False))
             except ValueError as error:  # of its constraint
                 self._finish(request, [], [], "failed", error=str(error))
                 continue
-            values = logprobs[: len(new_tokens), slot].tolist()
+            values = logprobs_by_slot[slot][: len(new_tokens)]
             top_count = request.sampling.top_logprobs
             tops = [
                 list(zip(ids[slot, :top_count].tolist(), of_ids[slot, :top_count].tolist(), strict=True))

@@ -22,7 +22,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.adapters import choose_adapters
 from jaxtune.models.generation.converted import head_of_step
 from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
-from jaxtune.models.generation.limits import MOST_RANKED
+from jaxtune.models.generation.limits import MOST_RANKED, NO_MASK
 from jaxtune.models.generation.sampling import (
     Adjustments,
     Array,
@@ -49,7 +49,6 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import implementations, inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
 
-NO_MASK = np.uint32(0xFFFFFFFF)
 _LEAST = -1e30  # finite also after its division by a small temperature
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
