@@ -80,7 +80,7 @@ def test_it_is_chosen_where_nothing_else_fits_and_no_more_of_it_than_needed():
             choose(costs.limited({"streamed": (0, 0)}), StepSpec.of(CONFIG), device, budget)
         best, layer = choose(costs, StepSpec.of(CONFIG), device, budget), max(costs.movables["streamed"].layer_bytes)
         levels.append(best.plan.level("streamed"))
-        assert best.peak_bytes <= budget and best.parts[STREAMED] in (layer, 2 * layer)
+        assert best.peak_bytes <= budget and layer <= best.parts[STREAMED] <= 2 * layer
         assert f"  weights of {levels[-1]} layers stream from the host (" in "\n".join(
             plan_lines(best, costs, device, budget)
         )

@@ -72,7 +72,7 @@ def streamed_bytes(costs: StepParts, kept, backward, device: Device) -> tuple:
     own, following, early = costs.moved.streaming
     if not own:
         return 0.0, 0.0, 0.0
-    late = following * np.minimum(following / device.link / backward, 1.0)
+    late = following * np.minimum(following / (device.link * backward), 1.0) if device.link else following
     return own, own + np.maximum(following - kept, 0.0), own + np.maximum(late, early)
 
 
