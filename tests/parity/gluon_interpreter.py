@@ -191,11 +191,13 @@ def _language(launch: Launch) -> types.SimpleNamespace:
     def full(shape, value, dtype, layout=None):
         return Tensor(np.full([int(size) for size in shape], value, dtype))
 
-    def unary(function):
-        return lambda x: Tensor(function(x.numbers))
+    def exp(x):
+        with np.errstate(over="ignore"):
+            return Tensor(np.exp(x.numbers))
 
     kinds = dict(int16=np.int16, int32=np.int32, int64=np.int64, float32=np.float32, bfloat16=jnp.bfloat16)
     layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout")
+    layouts = (*layouts, "DistributedLinearLayout")
     return types.SimpleNamespace(
         constexpr=None,
         static_range=range,
@@ -210,7 +212,7 @@ def _language(launch: Launch) -> types.SimpleNamespace:
         split=split,
         broadcast=_broadcast,
         div_rn=lambda one, other: one / other,
-        exp=unary(np.exp),
+        exp=exp,
         convert_layout=lambda tile, layout, assert_trivial=False: tile,
         multiple_of=lambda x, sizes: x,
         max_contiguous=lambda x, sizes: x,
@@ -247,7 +249,6 @@ def call(kernel, arguments, out_types, grid, **constants) -> list:
     language = _language(launch)
     asynchronous = types.SimpleNamespace(commit_group=launch.commit_group, wait_group=launch.wait_group)
     names = dict(gl=language, tl=language, async_copy=asynchronous, mma_v2=_mma, _copy=launch.copy)
-    names["_words_layout"] = lambda *sizes: None
     function = _plain(kernel, names, {})
     pointers = iter(
         Tensor(np.int64(start), Pointee(np.dtype(array.dtype)))

@@ -44,9 +44,8 @@ class Coding:
 
 
 RANGES = 4  # of the columns, each with a sum of its own; an element's bits depend on it, so it is the same for all rows
-# For up to _FEW_TOKENS rows of x, with an activation, and for more, with one; as measured on an H200.
-_PLAIN, _GATED, _PLAIN_MANY, _GATED_MANY = Tile(16, 128, 4), Tile(8, 128, 4), Tile(16, 128, 4), Tile(16, 128, 3)
-_DEEP = Tile(16, 256, 3)  # for few rows of x and weights in NVFP4 whose columns it divides
+# Of products, and with an activation, as measured on an H200; of NVFP4 for up to _FEW_TOKENS rows of x.
+_PLAIN, _GATED, _DEEP = Tile(16, 128, 3), Tile(8, 128, 3), Tile(16, 256, 2)
 
 
 def coding(weight: jax.Array | Stored) -> Coding | None:
@@ -66,12 +65,10 @@ def coding(weight: jax.Array | Stored) -> Coding | None:
 
 def tile_of(weight: Stored, tokens: int, activation: str | None) -> Tile:
     """weight: one of a call. tokens: rows of x."""
-    few = tokens <= _FEW_TOKENS
-    if activation is not None:
-        return _GATED if few else _GATED_MANY
-    if few and isinstance(weight, NVFP4) and weight.shape[1] % (RANGES * _DEEP.depth) == 0:
-        return _DEEP
-    return _PLAIN if few else _PLAIN_MANY
+    if activation is not None and not isinstance(weight, Int8):
+        return _GATED
+    deep = activation is None and isinstance(weight, NVFP4) and tokens <= _FEW_TOKENS
+    return _DEEP if deep and weight.shape[1] % (RANGES * _DEEP.depth) == 0 else _PLAIN
 
 
 def few_products(x: jax.Array, weights: Mapping[int, jax.Array | Stored]) -> dict[int, jax.Array]:

@@ -93,6 +93,21 @@ def _words_layout(ranges, rows, groups):
     )
 
 
+@gluon.constexpr_function
+def _scales_layout(ranges, rows, groups):
+    """[ranges, rows, groups] scales as they are computed, each once: a warp has a range, and lane 4 q + t the t-th
+    quarter of the groups, of the rows q and q + 8.
+    """
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1 << i] for i in range((groups // 4).bit_length() - 1)]
+        + [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)],
+        [[0, 0, groups // 4], [0, 0, groups // 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1 << i, 0, 0] for i in range(ranges.bit_length() - 1)],
+        [],
+        [ranges, rows, groups],
+    )
+
+
 @gluon.jit
 def _halves(word):
     """The two bfloat16 of a word."""
@@ -176,10 +191,10 @@ def _factors(stored, tensor, inverse, FORMAT: gl.constexpr, DIVIDES: gl.constexp
     the tensor's scale or, with DIVIDES, 1/64 of it, and 1 by that.
     """
     if FORMAT < _NVFP4:
-        return stored[:, :, :, None]
+        return stored
     elif FORMAT == _MXFP4:
         exponents = stored.to(gl.int32)
-        return gl.where(exponents == 0, 0x00400000, exponents << 23).to(gl.float32, bitcast=True)[:, :, :, None]
+        return gl.where(exponents == 0, 0x00400000, exponents << 23).to(gl.float32, bitcast=True)
     elif DIVIDES:
         return gl.inline_asm_elementwise(
             _QUOTIENT_PTX,
@@ -188,9 +203,9 @@ def _factors(stored, tensor, inverse, FORMAT: gl.constexpr, DIVIDES: gl.constexp
             dtype=gl.float32,
             is_pure=True,
             pack=1,
-        )[:, :, :, None]
+        )
     else:
-        return (stored.to(gl.float32) * tensor)[:, :, :, None]
+        return stored.to(gl.float32) * tensor
 
 
 @gluon.jit
@@ -294,7 +309,7 @@ def coded_kernel(
         async_copy.commit_group()
 
     # Scales [RANGES, ALL, groups] of a step, or [.., .., 1] of rows, which do not change.
-    OF_SCALES: gl.constexpr = gl.SliceLayout(3, WORDS)
+    OF_SCALES: gl.constexpr = _scales_layout(RANGES, ALL, GROUPS) if BITS == 4 else gl.SliceLayout(3, WORDS)
     w_part = gl.arange(0, RANGES, gl.SliceLayout(1, gl.SliceLayout(2, OF_SCALES)))[:, None, None]
     w_row = gl.arange(0, ALL, gl.SliceLayout(0, gl.SliceLayout(2, OF_SCALES)))[None, :, None]
     group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, OF_SCALES)))[None, None, :]
@@ -327,6 +342,7 @@ def coded_kernel(
         words = ring.index(slot).reshape([RANGES, ALL, GROUPS, 4]).load(WORDS)
         right = _columns_of(x_ring, slot, TOKENS, MMA)
         factors = _factors(stored, whole, inverse, FORMAT, DIVIDES)
+        factors = gl.convert_layout(factors, gl.SliceLayout(3, WORDS))[:, :, :, None]
         if not PER_ROW:
             stored = gl.load(scale_lines + gl.minimum(step + 1, STEPS - 1) * SCALES)
         if step + (STAGES - 1) < STEPS:
