@@ -96,7 +96,7 @@ def _computed(
     dtype: str,
     encoded: Mapping[str, str],
     dtypes: Mapping[str, str],
-    where: Callable[[str, Any], Any],
+    where: Callable,
 ) -> dict[str, jax.ShapeDtypeStruct | Stored]:
     """{name: shapes} of tensors that are quantised or decoded on devices, or cast there, as only one is that is divided
     as it is read; others are placed by the host.
@@ -149,7 +149,7 @@ def _read_plain(
     else:
         stacked = isinstance(entry, expert_files.StackedEntry)
         read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
-    if _is_whole(sharding):
+    if sharding is None or _is_whole(sharding):
         host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
         return host, Digest.of(name, host)
     divided = shards.over_devices(entry, sharding, read)
