@@ -439,5 +439,5 @@ def abstract_decoder(config: DecoderConfig, dtype, tower: TowerConfig | None = N
 
 
 @functools.lru_cache(2)
-def _abstract(config: DecoderConfig, dtype: str, tower: TowerConfig | None) -> tuple[Any, Any]:
+def _abstract(config: DecoderConfig, dtype: str, tower: TowerConfig | None) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype, tower)))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.lax import optimization_barrier
 
 from jaxtune.models.norm import Normed
@@ -85,10 +86,10 @@ def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Arr
     most, count = int((ranks * columns).max()), int(numbers.max()) + 1
     bounds = np.float32(1.0 / np.sqrt(columns))
     rows = _uniforms(np.int64(seed).astype(np.int32), numbers, bounds, count, most)  # as jax.random.key has it
-    if not isinstance(rows, jax.core.Tracer):
+    if not isinstance(rows, Tracer):
         rows = np.asarray(rows)  # to cut it on a device would take a program for each shape
     cut = [row[: r * width].reshape(r, width) for row, (_, r, width) in zip(rows, sizes, strict=True)]
-    return cut if isinstance(rows, jax.core.Tracer) else jax.device_put(cut)
+    return cut if isinstance(rows, Tracer) else jax.device_put(cut)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -121,7 +122,7 @@ class Lora(nnx.Module):
         dora: bool = False,
     ):
         self.a: nnx.Variable = nnx.Param(a)
-        traced = isinstance(a, jax.core.Tracer)
+        traced = isinstance(a, Tracer)
         b = (jnp if traced else np).zeros((out_size, a.shape[0]), np.float32)  # numpy's need no program
         self.b: nnx.Variable = nnx.Param(b if traced else jax.device_put(b))
         self.magnitude = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if dora else None

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import shapes_of
+from hypothesis import given
+from hypothesis import strategies as st
 from random_weights import rewrite, write_checkpoint
 from test_mxfp4 import EXPERTS, checkpoint
 from tiny import CONFIGS
@@ -144,3 +146,18 @@ def test_numbers_that_are_not_finite_are_named(tmp_path, name):
     for load_in in (None, "nf4", "fp8"):
         with pytest.raises(ValueError, match=rf"not finite in bfloat16: {name} \(in model.safetensors\)"):
             Pretrained(tmp_path, "bfloat16", load_in).load()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=9))
+def test_the_host_finds_what_is_not_finite(dtype, numbers):
+    """As a device does, also of what a cast makes infinite."""
+    tensor = np.array(numbers, np.float32)
+    for target in (None, dtype):
+        with np.errstate(over="ignore"):
+            want = bool(np.isfinite(tensor if target is None else tensor.astype(DTYPES[dtype])).all())
+        assert reading.are_finite(tensor, target) == [want]
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = tensor.astype(DTYPES[dtype])
+    assert reading.are_finite(cast) == [bool(np.isfinite(cast).all())] == reading.are_finite(jnp.asarray(cast))
+    assert reading.are_finite(cast) == [bool(reading._all_finite(jnp.asarray(cast), None))]

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtune
 from jaxtune.models.config import RopeConfig
-from jaxtune.models.generation import slots
+from jaxtune.models.generation import ready, slots
 from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.lora import without_adapter
@@ -433,6 +433,19 @@ def test_a_sampler_of_loaded_programs_samples_the_same(kept, lowerings, monkeypa
     assert count >= 3 and sampled() == compiled and len(lowerings) == count
     monkeypatch.setattr(kept_programs, "cache_of_programs", lambda: None)
     assert sampled() == compiled and len(lowerings) == count
+    slots.programs.cache_clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_logprobs": 2}, {"temperature": 0.0}])
+def test_the_program_that_is_begun_is_that_of_the_first_round(kept, lowerings, monkeypatch, options):
+    begun, begin = [], ready.begin
+    monkeypatch.setattr(ready, "begin", lambda calls: (begun.extend(calls), begin(calls)))
+    slots.programs.cache_clear()
+    with Sampler(lora_model(layers=2), slots=2, length=64) as sampler:
+        list(sampler.run([[1, 2, 3], [4, 5]], 9, **{"temperature": 1.0, "seed": 3} | options))
+    (call,) = begun
+    assert call.function.has(call)
+    assert len([function for function in lowerings if "function _decode" in str(function)]) == 1
     slots.programs.cache_clear()
 
 

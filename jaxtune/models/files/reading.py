@@ -82,7 +82,15 @@ def _finite_on_host(tensor: np.ndarray, dtype: str | None) -> bool:
     flat = tensor.reshape(-1)
     count = _PIECE_BYTES // tensor.itemsize
     pieces = (flat[start : start + count] for start in range(0, flat.size, count))
-    return all(bool(np.isfinite(piece if dtype is None else _cast(piece, dtype)).all()) for piece in pieces)
+    return all(_has_finite(piece if dtype is None else _cast(piece, dtype)) for piece in pieces)
+
+
+def _has_finite(numbers: np.ndarray) -> bool:
+    """Of 16 bits by their patterns, in a third of the time: what is not finite has the largest."""
+    if numbers.itemsize == 2:
+        infinite = np.array(np.inf, numbers.dtype).view(np.uint16)
+        return bool((numbers.view(np.uint16) & 0x7FFF).max(initial=0) < infinite)
+    return bool(np.isfinite(numbers).all())
 
 
 def _cast(tensor: np.ndarray, dtype: str) -> np.ndarray:
@@ -96,7 +104,7 @@ def _computed(
     dtype: str,
     encoded: Mapping[str, str],
     dtypes: Mapping[str, str],
-    where: Callable[[str, Any], Any],
+    where: Callable,
 ) -> dict[str, jax.ShapeDtypeStruct | Stored]:
     """{name: shapes} of tensors that are quantised or decoded on devices, or cast there, as only one is that is divided
     as it is read; others are placed by the host.
@@ -149,7 +157,7 @@ def _read_plain(
     else:
         stacked = isinstance(entry, expert_files.StackedEntry)
         read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
-    if _is_whole(sharding):
+    if sharding is None or _is_whole(sharding):
         host = read(0, entry.size_bytes).view(headers.DTYPES[entry.dtype]).reshape(entry.shape)
         return host, Digest.of(name, host)
     divided = shards.over_devices(entry, sharding, read)

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxtune.models.generation.prefixes import block_calls, which_are_caches
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.generation.scores import scored
 from jaxtune.models.generation.structure import Structure
-from jaxtune.models.programs.kept import Call, Prepared, prepare
+from jaxtune.models.programs.kept import Call, Prepared, begin, prepare
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.models.vision.tower import TowerConfig
 from jaxtune.system import lifetimes
@@ -280,10 +279,8 @@ class Ready:
         return prepared
 
     def begin(self, size: Size) -> None:
-        """Begins to load or compile a program in a thread. Who calls it then waits, and raises what goes wrong."""
-        pool = ThreadPoolExecutor(1, "first round")
-        pool.submit(prepare, self._queue.shapes.calls(size))
-        pool.shutdown(wait=False)
+        """Begins to load or compile a program in a thread, if programs are kept."""
+        begin(self._queue.shapes.calls(size))
 
     def choose(self, *options: Sequence[Size]) -> int | None:
         """The index of the first option whose programs are all ready; the first option's are compiled otherwise. None:

@@ -310,6 +310,20 @@ def prepare(calls: Sequence[Call]) -> Prepared:
     return _prepared(calls, cache)[1]
 
 
+def begin(calls: Sequence[Call]) -> None:
+    """`prepare` in a thread, if programs are kept. Who calls one then waits, and raises what goes wrong."""
+
+    def run() -> None:
+        with timing.phase("cached", "keys"):
+            cache = cache_of_programs()
+        if cache is not None:
+            _prepared(calls, cache)
+
+    pool = ThreadPoolExecutor(1, "prepare")
+    pool.submit(run)
+    pool.shutdown(wait=False)
+
+
 def _prepared(calls: Sequence[Call], cache: ProgramCache | None) -> tuple[list[Callable], Prepared]:
     futures = [(call, *call.function.future(call)) for call in calls]
     missing = [(call, future) for call, future, is_missing in futures if is_missing]
