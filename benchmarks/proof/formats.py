@@ -26,8 +26,11 @@ MENDED: dict[str, tuple[str, ...]] = {
     "nf4 v int8": ("model.load_in=nf4", "precision={'*': bf16, v_proj: int8}"),
     "nf4 kv int8": ("model.load_in=nf4", "precision={'*': bf16, '[kv]_proj': int8}"),
     "nf4 kv down int8": ("model.load_in=nf4", "precision={'*': bf16, '[kv]_proj': int8, down_proj: int8}"),
-    # Products of one kind in 16 bits, over weights of as many bytes.
-    "fp8 products but down": ("model.load_in=fp8", "model.compute=fp8", "precision={'*': bf16, down_proj: int8}"),
+    # The products that err most in 16 bits, over weights of as many bytes.
+    "fp8 products but k down": (
+        *("model.load_in=fp8", "model.compute=fp8"),
+        "precision={'*': bf16, k_proj: int8, down_proj: int8}",
+    ),
 }
 RANKS = ("1", "8", "64", "full")
 RATES = {"lora": (5e-5, 2e-4, 8e-4, 3.2e-3, 1.28e-2), "full": (3e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4)}
