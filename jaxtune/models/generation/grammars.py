@@ -185,6 +185,7 @@ class GrammarConstraint:
         self._thoughts_end, self._thinks, self._opens = thoughts_end, thinks and thoughts_end is not None, opens
         self._thoughts: list[int] = []
         self._seconds = _SECONDS  # that are left
+        self._taken = False  # whether the next tokens were taken by `take_all`
         self._watched = 0  # tokens for which it is followed alone, and timed
 
     @functools.cached_property
@@ -206,12 +207,24 @@ class GrammarConstraint:
         return mask
 
     def accept(self, tokens: Sequence[int]) -> bool:
-        began = time.thread_time()
-        for token in tokens:
-            if not self._is_thought(token) and not self._matcher.consume_token(token):
-                break
-        self._watched = max(0, self._watched - len(tokens))
-        return self._is_complete(len(tokens), time.thread_time() - began)
+        spent = 0.0
+        if self._taken:
+            self._taken = False
+        else:
+            began = time.thread_time()
+            for token in tokens:
+                if not self._is_thought(token) and not self._matcher.consume_token(token):
+                    break
+            self._watched = max(0, self._watched - len(tokens))
+            spent = time.thread_time() - began
+        if self._thinks:
+            return False
+        self._seconds = min(_SECONDS, self._seconds - spent + _SECONDS_PER_TOKEN * len(tokens))
+        if self._seconds < 0:
+            raise ValueError("the grammar takes too long to follow: make it less ambiguous")
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar is not followed: {_first_words(self._matcher.get_error())}")
+        return self._matcher.is_stopped()
 
     def _is_thought(self, token: int) -> bool:
         """Whether the next token is one of thoughts, which it then is."""
@@ -224,17 +237,6 @@ class GrammarConstraint:
         self._thinks = first is not None and token == first
         return self._thinks
 
-    def _is_complete(self, count: int, spent: float) -> bool:
-        """After `count` tokens, which took `spent` seconds. ValueError: as `accept`."""
-        if self._thinks:
-            return False
-        self._seconds = min(_SECONDS, self._seconds - spent + _SECONDS_PER_TOKEN * count)
-        if self._seconds < 0:
-            raise ValueError("the grammar takes too long to follow: make it less ambiguous")
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar is not followed: {_first_words(self._matcher.get_error())}")
-        return self._matcher.is_stopped()
-
     # ---- of many rows
 
     @classmethod
@@ -242,11 +244,11 @@ class GrammarConstraint:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         together = [row for row in rows if not row[0]._thinks and not row[0]._watched]
-        if len(together) < 2 or masks.dtype != np.uint32 or not masks.flags.c_contiguous:
-            together = []
-        for constraint, index in rows if not together else (row for row in rows if row[0]._thinks or row[0]._watched):
-            mask = constraint.mask()
-            masks[index] = NO_MASK if mask is None else mask
+        together = together if len(together) > 1 else []
+        for constraint, index in rows:
+            if not together or constraint._thinks or constraint._watched:
+                mask = constraint.mask()
+                masks[index] = NO_MASK if mask is None else mask
         if not together:
             return
         bits = together[0][0]._bits  # of the same vocabulary, as of one model
@@ -265,27 +267,17 @@ class GrammarConstraint:
                 masks[index, opens // 32] |= np.uint32(1) << np.uint32(opens % 32)
 
     @classmethod
-    def accept_all(cls, rows: Sequence[tuple[Self, Sequence[int]]]) -> list[bool | ValueError]:
+    def take_all(cls, rows: Sequence[tuple[Self, Sequence[int]]]) -> None:
         from llguidance.numpy import consume_token_par
 
-        single = {id(row[0]) for row in rows if len(row[1]) == 1 and not row[0]._watched}
-        single = single if len(single) > 1 else set()
-        consumed = [
-            (constraint, tokens[0])
-            for constraint, tokens in rows
-            if id(constraint) in single and not constraint._is_thought(tokens[0])
-        ]
+        single = [(constraint, its[0]) for constraint, its in rows if len(its) == 1 and not constraint._watched]
+        single = single if len(single) > 1 else []
+        consumed = [(constraint, token) for constraint, token in single if not constraint._is_thought(token)]
         if consumed:
             with _timed(constraint for constraint, _ in consumed):
                 consume_token_par(_executor(), [(constraint._matcher, token) for constraint, token in consumed])
-
-        def said(constraint: Self, tokens: Sequence[int]) -> bool | ValueError:
-            try:
-                return constraint._is_complete(1, 0.0) if id(constraint) in single else constraint.accept(tokens)
-            except ValueError as error:
-                return error
-
-        return [said(*row) for row in rows]
+        for constraint, _ in single:
+            constraint._taken = True
 
 
 @contextlib.contextmanager

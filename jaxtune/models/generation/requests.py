@@ -58,8 +58,8 @@ class Together(Constraint, Protocol):
         ...
 
     @classmethod
-    def accept_all(cls, rows: Sequence[tuple[Self, Sequence[int]]]) -> list[bool | ValueError]:
-        """`accept` of each row, or its error."""
+    def take_all(cls, rows: Sequence[tuple[Self, Sequence[int]]]) -> None:
+        """Before `accept` of each row, which then has little to do."""
         ...
 
 
@@ -76,14 +76,10 @@ def fill_masks(rows: Iterable[tuple[Constraint, int]], masks: np.ndarray) -> Non
 
 def accept_all(rows: Sequence[tuple[Constraint, Sequence[int]]]) -> list[bool | ValueError]:
     """What each constraint says of its row's new tokens: `accept`, or its error."""
-    found: list[bool | ValueError] = [False] * len(rows)
-    placed_rows = ((constraint, (place, tokens)) for place, (constraint, tokens) in enumerate(rows))
-    for kind, placed in _by_type(placed_rows).items():
-        its_rows = [(constraint, tokens) for constraint, (_, tokens) in placed]
-        said = kind.accept_all(its_rows) if issubclass(kind, Together) else [_accepted(*row) for row in its_rows]
-        for (_, (place, _)), of_row in zip(placed, said, strict=True):
-            found[place] = of_row
-    return found
+    for kind, its_rows in _by_type(rows).items():
+        if issubclass(kind, Together):
+            kind.take_all(its_rows)
+    return [_accepted(*row) for row in rows]
 
 
 def _accepted(constraint: Constraint, tokens: Sequence[int]) -> bool | ValueError:
