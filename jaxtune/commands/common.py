@@ -132,6 +132,10 @@ def load(
     from jaxtune.models.ends import with_end_tokens
 
     jaxtune.use_program_cache()
+    if streamed is not None:
+        from jaxtune.train.planning.devices import allow_pinned_memory
+
+        allow_pinned_memory()
     dtype, folder = options.dtype, Path(options.model).expanduser()
     base = base_of(folder)
     adapter, pictures = base is not None, pictures or (base is not None and adapts_tower(folder, base))

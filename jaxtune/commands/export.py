@@ -51,10 +51,8 @@ def run(arguments: Sequence[str]) -> None:
     import jaxtune
     from jaxtune.export.api import require_format
     from jaxtune.export.modelfile import MODELFILE, create_command
-    from jaxtune.train.planning.devices import allow_pinned_memory
 
     require_format(options.output, options.to, options.outtype)
-    allow_pinned_memory()
     with StopSignal() as stop, stop.at_once():  # an incomplete folder is removed
         model, tokenizer = common.load(options, streamed=common.streamed_to_export)
         exported = jaxtune.export_model(

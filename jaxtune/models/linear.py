@@ -75,6 +75,9 @@ def _differentiated(frozens):
 not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
 
 
+_DRAWN_BYTES = 2**28  # of adapters that are drawn at once
+
+
 def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Array]:
     """Each adapter's first A, float32[r, in], as PEFT draws it: Kaiming uniform with a = sqrt(5), in +-1 / sqrt(in).
 
@@ -83,13 +86,20 @@ def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Arr
     if not sizes:
         return []
     numbers, ranks, columns = np.array(sizes).T
-    most, count = int((ranks * columns).max()), int(numbers.max()) + 1
-    bounds = np.float32(1.0 / np.sqrt(columns))
-    rows = _uniforms(np.int64(seed).astype(np.int32), numbers, bounds, count, most)  # as jax.random.key has it
-    if not isinstance(rows, Tracer):
-        rows = np.asarray(rows)  # to cut it on a device would take a program for each shape
-    cut = [row[: r * width].reshape(r, width) for row, (_, r, width) in zip(rows, sizes, strict=True)]
-    return cut if isinstance(rows, Tracer) else jax.device_put(cut)
+    count, bounds, elements = int(numbers.max()) + 1, np.float32(1.0 / np.sqrt(columns)), ranks * columns
+    found: dict[int, jax.Array] = {}
+    for size in np.unique(elements).tolist():
+        places = np.flatnonzero(elements == size)
+        step = min(len(places), max(1, _DRAWN_BYTES // (4 * size)))
+        for start in range(0, len(places), step):
+            part = np.resize(places[start : start + step], step)  # the last is filled up, for one program
+            rows = _uniforms(np.int64(seed).astype(np.int32), numbers[part], bounds[part], count, size)
+            if not isinstance(rows, Tracer):
+                rows = np.asarray(rows)  # to cut it on a device would take a program for each shape
+            shapes = [sizes[place][1:] for place in part]
+            cut = [row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
+            found |= zip(part.tolist(), cut if isinstance(rows, Tracer) else jax.device_put(cut), strict=True)
+    return [found[place] for place in range(len(sizes))]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

@@ -26,7 +26,7 @@ from jaxtune.system.terminal import say
 
 _SCORING_SECONDS = 0.05  # between two looks whether a program that scores is ready
 # Prompts that come together are prefilled together: what is being read for so long is waited for, but so long at most
-# after the first, on an idle device.
+# after the first that no round has seen.
 _ARRIVING_SECONDS, _GATHERING_SECONDS = 0.05, 0.003
 # After a row, others are likely; rounds of one step cost little while at most this share of the slots decodes.
 _FOLLOWING_SECONDS, _FEW = 0.01, 1 / 4
@@ -46,7 +46,7 @@ class PromptScores:
 class _Failed:
     """Takes the place of a row's tokens: the row ends with this error."""
 
-    error: ApiError  # which `Answers.next` raises, so that the whole request ends
+    error: ApiError  # which `Answers.ready` raises, so that the whole request ends
 
 
 class Answers:
@@ -462,8 +462,9 @@ class Engine:
         have been donated to the call that failed.
         """
         follow = time.monotonic() - self._last_placed < _FOLLOWING_SECONDS
-        few = len(self._of_request) <= _FEW * sampler.plan.slots
-        self._first_placed, sampler.more_come = None, self._more_come() or (follow and few)
+        rows, slots = len(self._of_request), sampler.plan.slots
+        sampler.more_come = rows < slots and (self._more_come() or (follow and rows <= _FEW * slots))
+        self._first_placed = None
         try:
             pieces = sampler.step()
         except BaseException as failed:  # as in _reported; the sampler's arrays may be gone

@@ -100,7 +100,7 @@ def test_a_rehearsal_leaves_nothing(model, sampler, alone):
     before = set(sampler._ready._queue.ready)
     sampler.rehearse()
     assert not sampler.pending and not sampler._pieces and not sampler._rounds and set(sampler._slots) == {None}
-    assert sampler._ready._queue.ready == before
+    assert sampler._ready._queue.ready == before and not sampler._ready._queue._due
     assert not sampler._prefills._batches and not sampler._prefills._prefixes._blocks
     assert [*answers(sampler, [[(30, 1, 9)]]).values()] == [alone(30, 1, 9)]
     sampler.submit([1], 1)

@@ -44,6 +44,10 @@ FORMATS = {
 }
 
 
+def least_columns(name: str) -> int:
+    return 512 if name == "fp8 tiles" else 256
+
+
 def normal(*shape, seed=0, scale=1.0):
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(jnp.bfloat16)
 
@@ -65,7 +69,7 @@ def near(got, x, weight):
 )
 @settings(max_examples=4)
 def test_products_are_those_of_decoded_weights(name, tokens, sizes, steps, seed):
-    columns = steps * 512
+    columns = steps * least_columns(name)
     weights = [FORMATS[name](normal(size, columns, seed=seed + i, scale=0.05)) for i, size in enumerate(sizes)]
     x = normal(tokens, columns, seed=seed + 9)
     with interpreted(HOPPER):
@@ -89,8 +93,14 @@ def in_order(x, weight):
     return result
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tile", [coded.Tile(16, 128, 3), coded.Tile(32, 128, 2), coded.Tile(16, 256, 2)], ids=str)
+TILES = [coded.Tile(16, 128, 3), coded.Tile(32, 128, 2), coded.Tile(16, 256, 2), coded.Tile(16, 64, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [(name, tile) for name in FORMATS for tile in TILES if coded.RANGES * tile.depth >= least_columns(name)],
+    ids=str,
+)
 def test_each_tile_keeps_the_order_of_sums(name, tile):
     """So a row has the same bits alone and beside others."""
     columns = coded.RANGES * tile.depth * 3
@@ -113,8 +123,9 @@ def test_each_tile_keeps_the_order_of_sums(name, tile):
 @settings(max_examples=3)
 def test_the_activation_is_that_of_two_products(name, tokens, blocks, steps, activation, seed):
     """Rounded in the steps in which kernels of 16-bit weights round, within an ulp of exp."""
-    gate, up = (FORMATS[name](normal(128 * blocks, 512 * steps, seed=seed + i, scale=0.05)) for i in (0, 1))
-    x = normal(tokens, 512 * steps, seed=seed + 9)
+    columns = steps * least_columns(name)
+    gate, up = (FORMATS[name](normal(128 * blocks, columns, seed=seed + i, scale=0.05)) for i in (0, 1))
+    x = normal(tokens, columns, seed=seed + 9)
     with interpreted(HOPPER):
         got = few_product(x, [gate, up], activation)
     gate, up = (jnp.asarray(in_order(x, weight)).astype(jnp.bfloat16) for weight in (gate, up))
@@ -131,6 +142,8 @@ def test_other_gated_products_have_no_such_kernel():
         assert few_product(x, [Int8.encode(gate), Int8.encode(up)], "relu_squared") is None
         assert few_product(x.astype(jnp.float16), [Int8.encode(gate), Int8.encode(up)], "silu") is None
         assert few_product(jnp.tile(x, (9, 1)), [Int8.encode(gate), Int8.encode(up)], "silu") is None
+        assert few_product(x, [Int8.encode(gate)], "silu") is None
+        assert few_product(x, [Int8.encode(gate), Int8.encode(jnp.tile(up, (2, 1)))], "silu") is None
         assert few_product(x, [Int8.encode(gate), Int8.encode(up)], "silu") is not None
 
 
@@ -163,12 +176,23 @@ def test_weights_of_several_kinds_with_adapters_and_biases():
         (HOPPER, 0, jnp.bfloat16, (128, 512), "0 rows"),
         (HOPPER, 1, jnp.float16, (128, 512), "float16"),
         (HOPPER, 1, jnp.bfloat16, (120, 512), "multiples of 16 and 512"),
-        (HOPPER, 1, jnp.bfloat16, (128, 448), "multiples of 16 and 512"),
+        (HOPPER, 1, jnp.bfloat16, (128, 448), "multiples of 16 and 256"),
     ],
 )
 def test_refusals(capability, tokens, dtype, shape, reason):
     with interpreted(capability):
         assert reason in coded.refusal([Int8.encode(normal(*shape))], dtype, tokens)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_form_of_the_kernel_is_checked(name, monkeypatch):
+    """One row, up to 8 and up to 16 are other programs."""
+    weight, texts = FORMATS[name](normal(128, 1024)), []
+    monkeypatch.setattr(coded.dispatch, "first_use", lambda *words: texts.append(words[:3]))
+    with interpreted(HOPPER):
+        for tokens in range(1, 17):
+            assert coded.refusal([weight], jnp.bfloat16, tokens) is None
+    assert len(set(texts)) == len(set(texts[:1])) + len(set(texts[1:8])) + len(set(texts[8:])) == 3
 
 
 # ---- assembly, which the interpreter does not run

@@ -56,6 +56,20 @@ async def answered(engine: Engine, new: int, seed: int, read_seconds: float) -> 
     return count
 
 
+def test_where_no_slot_is_free_nothing_that_comes_is_waited_for(engine, steps):
+    async def main() -> None:
+        with engine.arrival():
+            rows = [await engine.submit("base", [row(seed, 20)]) for seed in range(12)]
+            for answers in rows:
+                while answers.left:
+                    await answers.ready()
+                answers.close()
+
+    asyncio.run(main())
+    full = [more for pending, more in steps if pending >= 8]
+    assert full and not any(full)
+
+
 def test_what_is_being_read_is_waited_for(engine, steps, monkeypatch):
     monkeypatch.setattr(engines, "_GATHERING_SECONDS", SECONDS)
     monkeypatch.setattr(engines, "_ARRIVING_SECONDS", SECONDS)

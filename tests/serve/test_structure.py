@@ -43,6 +43,14 @@ def compiler(tokenizer):
 
 
 @pytest.fixture(scope="module")
+def larger(tokenizer):
+    """Of an adapter whose tokenizer has more tokens than the base."""
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens([f"<|more{number}|>" for number in range(40)])
+    return grammars.Grammars(more, [more.eos_token_id], len(tokenizer))
+
+
+@pytest.fixture(scope="module")
 def models():
     """The packaged model, and the same with a template that has places for tools."""
     base = served_models()["base"]
@@ -178,13 +186,17 @@ def test_other_rows_do_not_change(models, compiler, tokenizer):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 9), st.integers(0, 2**32 - 1), st.booleans())
-def test_rows_together_are_rows_alone(compiler, tokenizer, count, seed, slow):
-    """Masks, and what is said of tokens, also of wrong ones, with thoughts, and where all together take too long."""
+def test_rows_together_are_rows_alone(compiler, larger, tokenizer, count, seed, slow):
+    """Masks, and what is said of tokens, also of wrong ones, with thoughts, of two vocabularies, and where all together
+    take too long.
+    """
     draw, size = random.Random(seed), len(tokenizer)
     words = (size + 31) // 32
     texts = [grammars.json_grammar(schema_of(draw) | {"$defs": {"shared": {"type": "null"}}}) for _ in range(count)]
     thoughts = [draw.choice([(None, False, None), (re.compile("</think>"), draw.random() < 0.5, 7)]) for _ in texts]
-    rows, others = ([compiler.constraint(*pair) for pair in ((t, *b) for t, b in zip(texts, thoughts))] for _ in "ab")
+    compilers = [draw.choice([compiler, larger]) for _ in texts]
+    pairs = [(made, (text, *thought)) for made, text, thought in zip(compilers, texts, thoughts, strict=True)]
+    rows, others = ([made.constraint(*given) for made, given in pairs] for _ in "ab")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammars, "_SECONDS_PER_TOKEN", -1.0 if slow else grammars._SECONDS_PER_TOKEN)
         patch.setattr(grammars, "_SECONDS", 1e9)

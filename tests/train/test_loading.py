@@ -342,7 +342,7 @@ def test_as_few_layers_stream_as_leave_rows_room(tmp_path):
         ):
             level, seconds = loading.least_streamed_level(pretrained)
         there = [weights - size + min(2 * pinned[5] / 5, size) for size in pinned]
-        fits = [level for level in range(6) if there[level] <= 0.85 * free]
+        fits = [level for level in range(6) if there[level] <= loading.load_memory.MOST_TO_ANSWER * free]
         assert level == (fits[0] if fits and host_has_room else 0)
         assert seconds == pytest.approx(pinned[level] / 1e6)
 

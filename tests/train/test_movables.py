@@ -35,7 +35,7 @@ from jaxtune.train.planning import devices, movables, phases
 from jaxtune.train.planning.choice import PlanError, choose
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
-from jaxtune.train.planning.forecasts import STREAMED, forecast, pass_seconds
+from jaxtune.train.planning.forecasts import STREAMED, forecast, pass_seconds, streamed_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.host_room import places
 from jaxtune.train.planning.plan import StepPlan, parse_plan
@@ -87,6 +87,21 @@ def test_it_is_chosen_where_nothing_else_fits_and_no_more_of_it_than_needed():
         fewer = forecast(costs, best.plan.at(streamed=levels[-1] - 1), device)
         assert fewer.peak_bytes > budget or fewer.step_seconds >= best.step_seconds
     assert 0 < levels[0] <= levels[1] <= levels[2] <= 32 and levels[0] < levels[2]
+
+
+def test_the_next_layers_weights_arrive_at_a_backwards_end():
+    costs, streamed = streaming(), streaming().movables["streamed"]
+    costs, layer = costs.placed({"streamed": 32}), max(streamed.layer_bytes)
+    fast, slow, none = (dataclasses.replace(H200, link=link) for link in (4 * layer, layer / 4, 0.0))
+    assert streamed_bytes(costs, layer, 1.0, fast) == (layer, layer, 1.25 * layer)
+    assert streamed_bytes(costs, layer / 4, 1.0, slow) == (layer, 1.75 * layer, 2 * layer)
+    assert streamed_bytes(costs, 0.0, 1.0, none) == (layer, 2 * layer, 2 * layer)
+    of_experts = dataclasses.replace(streamed, one_piece=0.6)
+    early = dataclasses.replace(streaming(), movables={**streaming().movables, "streamed": of_experts})
+    assert streamed_bytes(early.placed({"streamed": 32}), layer, 1.0, fast)[2] == 2 * layer
+    alone = streaming().placed({"streamed": 1})
+    assert streamed_bytes(alone, layer, 1.0, slow)[2] == layer
+    assert streamed_bytes(streaming(), 0.0, 1.0, fast) == (0.0, 0.0, 0.0)
 
 
 def test_residuals_and_weights_share_the_link():

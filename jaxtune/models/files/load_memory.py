@@ -18,7 +18,7 @@ from jaxtune.models.files import headers, quant
 from jaxtune.pallas.formats import FORMATS, Stored
 
 _GB = 1e9
-_MOST_TO_ANSWER = 0.85  # of the free bytes, for weights that a sampler reads
+MOST_TO_ANSWER = 0.93  # of the free bytes, for weights that a sampler reads
 
 
 def load_bytes(
@@ -96,7 +96,7 @@ def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | N
 def has_room_to_answer(weight_bytes: float) -> bool:
     """Whether rows have room beside such weights on this process's first device; True if it reports no memory."""
     free = free_bytes()
-    return free is None or weight_bytes <= _MOST_TO_ANSWER * free
+    return free is None or weight_bytes <= MOST_TO_ANSWER * free
 
 
 def free_bytes() -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -10,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -241,24 +242,30 @@ class GrammarConstraint:
 
     @classmethod
     def fill(cls, rows: Sequence[tuple[Self, int]], masks: np.ndarray) -> None:
-        from llguidance.numpy import fill_next_token_bitmask_par
-
         together = [row for row in rows if not row[0]._thinks and not row[0]._watched]
         together = together if len(together) > 1 else []
         for constraint, index in rows:
             if not together or constraint._thinks or constraint._watched:
                 mask = constraint.mask()
                 masks[index] = NO_MASK if mask is None else mask
-        if not together:
-            return
-        bits = together[0][0]._bits  # of the same vocabulary, as of one model
+        groups = collections.defaultdict(list)  # an adapter's tokenizer may have more tokens
+        for row in together:
+            groups[row[0]._bits].append(row)
+        for bits, group in groups.items():
+            cls._fill_together(group, bits, masks)
+
+    @classmethod
+    def _fill_together(cls, together: Sequence[tuple[Self, int]], bits: int, masks: np.ndarray) -> None:
+        """bits: words of the mask of the rows' vocabulary."""
+        from llguidance.numpy import fill_next_token_bitmask_par
+
         direct = bits == masks.shape[1]
         words = masks.view(np.int32) if direct else np.zeros((len(together), bits), np.int32)
         where = [index for _, index in together]
         matchers = [
             (constraint._matcher, index if direct else place) for place, (constraint, index) in enumerate(together)
         ]
-        with _timed(constraint for constraint, _ in together):
+        with _timed([constraint for constraint, _ in together]):
             fill_next_token_bitmask_par(_executor(), matchers, words)
         if not direct:
             masks[where] = words.view(np.uint32)[:, : masks.shape[1]]
@@ -274,18 +281,18 @@ class GrammarConstraint:
         single = single if len(single) > 1 else []
         consumed = [(constraint, token) for constraint, token in single if not constraint._is_thought(token)]
         if consumed:
-            with _timed(constraint for constraint, _ in consumed):
+            with _timed([constraint for constraint, _ in consumed]):
                 consume_token_par(_executor(), [(constraint._matcher, token) for constraint, token in consumed])
         for constraint, _ in single:
             constraint._taken = True
 
 
 @contextlib.contextmanager
-def _timed(constraints: Iterable[GrammarConstraint]) -> Iterator[None]:
+def _timed(constraints: Sequence[GrammarConstraint]) -> Iterator[None]:
     """While constraints are followed together: if it takes long, each is timed alone for some tokens."""
     began = time.monotonic()
     yield
-    if time.monotonic() - began > _SECONDS_PER_TOKEN:
+    if time.monotonic() - began > _SECONDS_PER_TOKEN * max(1, len(constraints) // _threads()):
         for constraint in constraints:
             constraint._watched = _WATCHED_TOKENS
 
@@ -294,4 +301,8 @@ def _timed(constraints: Iterable[GrammarConstraint]) -> Iterator[None]:
 def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
-    return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)))
+    return LLExecutor(num_threads=_threads())
+
+
+def _threads() -> int:
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1))

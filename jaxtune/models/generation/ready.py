@@ -315,6 +315,11 @@ class Ready:
         serving = [other for other in decodes if other.serves(size) and other.biases in (0, biases)]
         return min(serving, key=lambda other: (sum(other.kind), other.kind), default=None)
 
+    def forget_later(self) -> None:
+        """Forgets what was wanted and has something that serves it meanwhile."""
+        with self._queue.changed:
+            self._queue.forget_later()
+
     def wait(self, seconds: float) -> None:
         """Until a program is ready that was not."""
         with self._queue.changed:
@@ -356,6 +361,10 @@ class _Queue:
         self.shapes, self.ready, self.following = shapes, ready, None
         self._failed.clear()
         self._due.clear()
+
+    def forget_later(self) -> None:
+        now = time.monotonic()
+        self._due = {size: due for size, due in self._due.items() if due <= now}
 
     def want(self, sizes: Sequence[Size], seconds: float) -> None:
         due = time.monotonic() + seconds

@@ -147,8 +147,8 @@ class Sampler:
         converted, products use the vendor's first algorithm.
       tokens_per_round: fewer stream more smoothly and free slots earlier, but need more dispatches; each value
         compiles.
-      prefill_tokens: the most that one program prefills (four times as many while most slots are free), and about the
-        most between two rounds.
+      prefill_tokens: the most that one program prefills (without `compiles_beside` four times as many while most
+        slots are free), and about the most between two rounds.
       prefills_alone: a row's bits do not depend on other prompts.
       first_at_once: while few slots are taken, a new row's first round has one step, so that its first token comes
         early; a program more is compiled.
@@ -888,7 +888,7 @@ class Sampler:
         """
         self._switch()
         capacities = self._usual_capacities()
-        rounds = [(_FILTERED, self._steps), (_DRAWN, self._steps)] + [(_DRAWN, 1)] * self._first_at_once
+        rounds = [(_FILTERED, self._steps), (_DRAWN, self._steps)] + [(_FILTERED, 1), (_DRAWN, 1)] * self._first_at_once
         sizes = [self._size(kind, steps, False, capacity) for kind, steps in rounds for capacity in capacities]
         prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
         if self._states is None and self._has_arrays:
@@ -918,6 +918,7 @@ class Sampler:
                     self.submit(prompt, new, eos_token_ids=(), **settings)
             while self._requests or self._pieces:
                 self.step()
+        self._ready.forget_later()  # no client asked for it
 
     def _usual_capacities(self) -> list[int]:
         return (
@@ -1019,6 +1020,7 @@ class Sampler:
             request = self._requests.get(piece.request)
             is_due = (
                 request is None
+                or request.slot is None  # it waits
                 or len(piece.ids) >= min(self._steps, len(request.tokens) - request.start)
                 or (len(request.tokens) + request.number) % self._steps == 0
             )

@@ -1,6 +1,7 @@
 """Products of up to 16 rows with weights in FP8, int8, NVFP4 or MXFP4, in Gluon on Hopper. Numbers are decoded to
-bfloat16 in registers, to the bits of `decode`, and an element is one float32 sum over ascending columns: so a row has
-the bits that a product with the decoded weight gives it, beside any rows.
+bfloat16 in registers, to the bits of `decode`, and an element is RANGES float32 sums, each over the ascending columns
+of its range, added in order: a row has the same bits beside any rows, but not all those of a product with the decoded
+weight.
 """
 
 from __future__ import annotations
@@ -65,10 +66,13 @@ def coding(weight: jax.Array | Stored) -> Coding | None:
 
 def tile_of(weight: Stored, tokens: int, activation: str | None) -> Tile:
     """weight: one of a call. tokens: rows of x."""
-    if activation is not None and not isinstance(weight, Int8):
-        return _GATED
+    tile = _PLAIN if activation is None or isinstance(weight, Int8) else _GATED
     deep = activation is None and isinstance(weight, NVFP4) and tokens <= _FEW_TOKENS
-    return _DEEP if deep and weight.shape[1] % (RANGES * _DEEP.depth) == 0 else _PLAIN
+    if deep and weight.shape[1] % (RANGES * _DEEP.depth) == 0:
+        return _DEEP
+    # Half as deep for sizes such as Gemma 4's 3,840; a range of FP8's tiles is of whole ones.
+    whole = weight.shape[1] % (RANGES * tile.depth) == 0 or (isinstance(weight, FP8) and weight.block == TILE)
+    return tile if whole else dataclasses.replace(tile, depth=tile.depth // 2)
 
 
 def few_products(x: jax.Array, weights: Mapping[int, jax.Array | Stored]) -> dict[int, jax.Array]:
@@ -99,6 +103,8 @@ def few_product(x: jax.Array, weights: Sequence[jax.Array | Stored], activation:
     """
     stored = [weight for weight in weights if isinstance(weight, Stored)]
     if len(stored) < len(weights) or len({coding(weight) for weight in stored}) > 1 or activation not in _NUMBERS:
+        return None
+    if activation is not None and (len(stored) != 2 or stored[0].shape != stored[1].shape):
         return None
     if refusal(stored, x.dtype, len(x), activation) is not None:
         return None
@@ -136,8 +142,14 @@ def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | Non
             return list(_products(x, small, tile)), exact
         return [_multiplied(x, small, tile, activation)], [ACTIVATIONS[activation](exact[0]) * exact[1]]
 
-    what = "" if activation is None else f", {activation}"
-    return dispatch.first_use("quant_matmul", "triton, codes", f"{kind}, {len(weights)} weights, {tile}{what}", compare)
+    body = "one row" if tokens == 1 else f"{_tokens(tokens)} rows"  # each another form of the kernel
+    what = f"{kind}, {len(weights)} weights, {tile}, {body}" + ("" if activation is None else f", {activation}")
+    return dispatch.first_use("quant_matmul", "triton, codes", what, compare)
+
+
+def _tokens(tokens: int) -> int:
+    """The columns that tensor cores multiply for rows of x."""
+    return _FEW_TOKENS if tokens <= _FEW_TOKENS else MOST_ROWS
 
 
 def small_like(weight: Stored, shape: tuple[int, int], draw: np.random.Generator) -> Stored:
@@ -198,7 +210,7 @@ def _multiplied(x, weights: Sequence[Stored], tile: Tile, activation: str | None
         RANGES=RANGES,
         ROWS=tile.rows,
         DEPTH=tile.depth,
-        TOKENS=_FEW_TOKENS if tokens <= _FEW_TOKENS else MOST_ROWS,
+        TOKENS=_tokens(tokens),
         STAGES=tile.stages,
         **absent,
     )

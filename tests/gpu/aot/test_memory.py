@@ -54,6 +54,11 @@ CONFIGS = [
     ("llama-3.2-1b", 8, 1, 512, 0, None, "keep"),
     # One document of 350,208 tokens: gate and up would have 5e9 elements each, more than 32-bit offsets reach.
     ("llama-3.1-8b", 2, 1, 350_208, 32, "nf4", "recompute, layer_input=offload; tile=14592"),
+    # Weights that stream, at the loss, in backwards that are long and short beside their copies, and of experts.
+    ("llama-3.1-8b", 4, 8, 2048, 16, None, "0-1: recompute, query=offload, key=offload; 2-3: keep; streamed=4"),
+    ("llama-3.1-8b", 4, 8, 2048, 16, None, "recompute; streamed=4"),
+    ("llama-3.1-8b", 4, 2, 2048, 16, None, "recompute; streamed=4"),
+    ("qwen3-30b-a3b", 2, 32, 2048, 16, None, "recompute, layer_input=offload; streamed=2"),
 ]
 # Of cuDNN's attention backward over that document (layer_work.py): chosen at run time, so not in an absent device's
 # program.
