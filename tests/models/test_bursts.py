@@ -14,6 +14,7 @@ from jaxtune import Decoder, Sampler
 from jaxtune.models.generation import prefills, ready
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import Piece
+from jaxtune.models.generation.sampling import Kind
 
 VOCAB, LENGTH, SLOTS, CHUNK = 48, 160, 8, 256
 
@@ -107,6 +108,16 @@ def test_a_rehearsal_leaves_nothing(model, sampler, alone):
     with pytest.raises(ValueError, match="rehearse while 1 requests are not done"):
         sampler.rehearse()
     answers(sampler, [])
+
+
+def test_usual_rows_with_a_constraint_have_their_own_program(model):
+    """One that serves all kinds sorts the logits of each row."""
+    with Sampler(model, SLOTS, LENGTH, prefill_tokens=CHUNK, first_at_once=True, compiles_beside=True) as sampler:
+        sampler.prepare()
+        for kind in (Kind(True, False, False), Kind(True, True, False)):
+            for masks in (False, True):
+                size = sampler._size(kind, 1, masks)
+                assert sampler._ready.decode(size, 0) == size
 
 
 def test_a_rehearsal_runs_what_a_burst_needs(model, monkeypatch):

@@ -888,8 +888,9 @@ class Sampler:
         """
         self._switch()
         capacities = self._usual_capacities()
-        rounds = [(_FILTERED, self._steps), (_DRAWN, self._steps)] + [(_FILTERED, 1), (_DRAWN, 1)] * self._first_at_once
-        sizes = [self._size(kind, steps, False, capacity) for kind, steps in rounds for capacity in capacities]
+        rounds = [(self._steps, False)] + [(1, False), (1, True)] * self._first_at_once
+        kinds = itertools.product((_FILTERED, _DRAWN), rounds, capacities)
+        sizes = [self._size(kind, *how, capacity) for kind, how, capacity in kinds]
         prepared = self._ready.prepare([*sizes, *itertools.chain(*map(self._sizes, capacities))])
         if self._states is None and self._has_arrays:
             self._grow(capacities[0])
