@@ -65,8 +65,9 @@ def main() -> None:
         f"{card}{f' as {gib:g} GiB' if gib else ''}, {host_gb:g} GB of host memory" for card, gib, host_gb in CARDS
     ]
     print("| | " + " | ".join(names) + " |\n|" + "---|" * (len(CARDS) + 1))
-    for name, *model in MODELS:
-        print(f"| {name} | " + " | ".join(cell(*model, *card) for card in CARDS) + " |", flush=True)
+    for name, hf, load_in, rows, experts, rank in MODELS:
+        cells = [cell(hf, load_in, rows, experts, rank, card, gib, host_gb) for card, gib, host_gb in CARDS]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Arr
     if not sizes:
         return []
     numbers, ranks, columns = np.array(sizes).T
-    count, bounds, elements = int(numbers.max()) + 1, np.float32(1.0 / np.sqrt(columns)), ranks * columns
+    count, bounds, elements = int(numbers.max()) + 1, (1.0 / np.sqrt(columns)).astype(np.float32), ranks * columns
     found: dict[int, jax.Array] = {}
     for size in np.unique(elements).tolist():
         places = np.flatnonzero(elements == size)
@@ -96,7 +96,7 @@ def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Arr
             rows = _uniforms(np.int64(seed).astype(np.int32), numbers[part], bounds[part], count, size)
             if not isinstance(rows, Tracer):
                 rows = np.asarray(rows)  # to cut it on a device would take a program for each shape
-            shapes = [sizes[place][1:] for place in part]
+            shapes = [sizes[place][1:] for place in part.tolist()]
             cut = [row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
             found |= zip(part.tolist(), cut if isinstance(rows, Tracer) else jax.device_put(cut), strict=True)
     return [found[place] for place in range(len(sizes))]

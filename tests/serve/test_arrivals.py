@@ -59,11 +59,10 @@ async def answered(engine: Engine, new: int, seed: int, read_seconds: float) -> 
 def test_where_no_slot_is_free_nothing_that_comes_is_waited_for(engine, steps):
     async def main() -> None:
         with engine.arrival():
-            rows = [await engine.submit("base", [row(seed, 20)]) for seed in range(12)]
-            for answers in rows:
-                while answers.left:
-                    await answers.ready()
-                answers.close()
+            answers = await engine.submit("base", [row(seed, 20) for seed in range(12)])
+            while answers.left:
+                await answers.ready()
+            answers.close()
 
     asyncio.run(main())
     full = [more for pending, more in steps if pending >= 8]
