@@ -87,19 +87,21 @@ def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Arr
         return []
     numbers, ranks, columns = np.array(sizes).T
     count, bounds, elements = int(numbers.max()) + 1, (1.0 / np.sqrt(columns)).astype(np.float32), ranks * columns
-    found: dict[int, jax.Array] = {}
+    drawn: dict[int, jax.Array] = {}
     for size in np.unique(elements).tolist():
         places = np.flatnonzero(elements == size)
         step = min(len(places), max(1, _DRAWN_BYTES // (4 * size)))
         for start in range(0, len(places), step):
-            part = np.resize(places[start : start + step], step)  # the last is filled up, for one program
-            rows = _uniforms(np.int64(seed).astype(np.int32), numbers[part], bounds[part], count, size)
+            adapters = np.resize(places[start : start + step], step)  # the last is filled up, for one program
+            rows = _uniforms(np.int64(seed).astype(np.int32), numbers[adapters], bounds[adapters], count, size)
             if not isinstance(rows, Tracer):
                 rows = np.asarray(rows)  # to cut it on a device would take a program for each shape
-            shapes = [sizes[place][1:] for place in part.tolist()]
-            cut = [row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
-            found |= zip(part.tolist(), cut if isinstance(rows, Tracer) else jax.device_put(cut), strict=True)
-    return [found[place] for place in range(len(sizes))]
+            shapes = [sizes[place][1:] for place in adapters.tolist()]
+            matrices = [row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)]
+            drawn |= zip(
+                adapters.tolist(), matrices if isinstance(rows, Tracer) else jax.device_put(matrices), strict=True
+            )
+    return [drawn[place] for place in range(len(sizes))]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

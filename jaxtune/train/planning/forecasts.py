@@ -69,11 +69,11 @@ def streamed_bytes(costs: StepParts, kept, backward, device: Device) -> tuple:
 
       kept, backward: bytes and seconds of layers, numbers or arrays.
     """
-    own, following, early = costs.moved.streaming
-    if not own:
+    layer, next_layer, early = costs.moved.streaming
+    if not layer:
         return 0.0, 0.0, 0.0
-    late = following * np.minimum(following / (device.link * backward), 1.0) if device.link else following
-    return own, own + np.maximum(following - kept, 0.0), own + np.maximum(late, early)
+    late = next_layer * np.minimum(next_layer / (device.link * backward), 1.0) if device.link else next_layer
+    return layer, layer + np.maximum(next_layer - kept, 0.0), layer + np.maximum(late, early)
 
 
 def head_forecast(costs: StepParts, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
