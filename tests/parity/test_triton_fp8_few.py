@@ -12,6 +12,7 @@ from near_numbers import near
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.decode.few_rows import added_norm, added_norm_coded
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.gated import ACTIVATIONS
@@ -104,3 +105,49 @@ def test_what_is_refused(rows, sizes, columns, activation, said):
         assert said in fp8_few.refusal(weights, jnp.bfloat16, rows, activation)
     with interpreted((8, 9)):
         assert "Hopper" in fp8_few.refusal(weights, jnp.bfloat16, 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 9),
+    splits=st.integers(1, 3),
+    blocks=st.booleans(),
+    float32=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_norm_is_rounded_where_it_is_made(rows, columns, splits, blocks, float32, seed):
+    """The codes of the norm that the same kernel writes, which is that of the kernel without codes."""
+    draw = np.random.default_rng(seed)
+    x, weight = drawn(draw, rows, 128 * columns), drawn(draw, 128 * columns)
+    sums = jnp.asarray(draw.standard_normal((splits, rows, 128 * columns)), jnp.float32)
+    with interpreted(HOPPER):
+        plain = added_norm(x, sums, weight, eps=1e-5, float32=float32)
+        added, normed, coded = added_norm_coded(x, sums, weight, blocks, eps=1e-5, float32=float32)
+        apart = fp8_few.rounded(normed, blocks)
+    assert dispatch.record["added_norm"][0] == "triton"
+    for got, want in zip((added, normed, *coded), (*plain, *apart), strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(want))
+    *_, reference = added_norm_coded(x, sums, weight, blocks, eps=1e-5, float32=float32, implementation="reference")
+    near(coded.decode(), reference.decode(), 0.02)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("block", [ROW, MATRIX, TILE])
+@pytest.mark.parametrize("tokens", [1, 256])
+def test_the_check_at_first_use(tokens, block, activation, monkeypatch):
+    checked = []
+
+    def check(op, name, call, compare):
+        checked.append(call)
+        for got, want in zip(*compare(), strict=True):
+            near(got, want, 1e-2)
+
+    monkeypatch.setattr(dispatch, "first_use", check)
+    weights = [FP8.encode(jnp.ones((256, 512), jnp.bfloat16), block)] * 2
+    with interpreted(HOPPER), jax.disable_jit():
+        assert fp8_few.refusal(weights, jnp.bfloat16, tokens, activation) is None
+        added_norm_coded(
+            *(jnp.ones(shape, jnp.bfloat16) for shape in ((1, 256), (1, 1, 256), (256,))), block == TILE, eps=1e-5
+        )
+    assert len(checked) == 2

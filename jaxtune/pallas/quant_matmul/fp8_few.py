@@ -18,8 +18,10 @@ import numpy as np
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.formats import FP8, Stored
-from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
+from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE, Block
 from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.quant_matmul import fp8_product
+from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 MOST_ROWS = 256
 _MOST_WEIGHTS = 3
@@ -27,7 +29,6 @@ _MOST_COLUMNS = 16384  # of a row, which one program rounds
 _NUMBERS = {None: 0, "silu": 1, "gelu_tanh": 2}  # of activations, in the kernel
 _ENOUGH = 96  # programs that occupy a Hopper GPU well enough: fewer splits are less to add
 _ROWS, _DEPTH = 64, 128  # of the weights, and columns, of a step that decide the splits
-_BLOCK = 128
 
 
 class Coded(NamedTuple):
@@ -35,6 +36,18 @@ class Coded(NamedTuple):
 
     codes: jax.Array  # e4m3[N, in]
     scales: jax.Array  # float32[N], or of blocks [in / 128, N]
+
+    @classmethod
+    def of(cls, x: jax.Array, blocks: bool) -> Coded:
+        """x [N, in] as `fp8_product.rounded` rounds it."""
+        codes, scales = fp8_product.rounded(x, blocks)
+        return cls(codes, scales.T if blocks else scales[:, 0])
+
+    def decode(self) -> jax.Array:
+        """float32[N, in]"""
+        blocks = self.scales.ndim == 2
+        scales = jnp.repeat(self.scales.T, BLOCK, axis=1) if blocks else self.scales[:, None]
+        return self.codes.astype(jnp.float32) * scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +70,7 @@ def tile_of(tokens: int, activation: str | None, blocks: bool) -> Tile:
     return Tile(128, 8, 5 if count <= 64 else 4, count)
 
 
-def splits_of(weights: Sequence[Stored], activation: str | None) -> int:
+def splits_of(weights: Sequence[jax.Array | Stored], activation: str | None) -> int:
     """Ranges of the summed columns, 1 to 8: the fewest that occupy the multiprocessors, of those that are equal."""
     if activation is not None:
         return 1
@@ -92,10 +105,11 @@ def refusal(weights: Sequence[jax.Array | Stored], dtype, tokens: int, activatio
     if any(weight.shape[0] % multiple for weight in weights) or columns % _DEPTH or columns > _MOST_COLUMNS:
         shapes = ", ".join(str(weight.shape) for weight in weights)
         return f"weights {shapes}; multiples of {multiple} and {_DEPTH}, up to {_MOST_COLUMNS} columns"
-    return _first_use(weights, blocks, tokens, activation)
+    stored = [weight for weight in weights if isinstance(weight, FP8)]
+    return _first_use(stored[0].block, blocks, tokens, activation)
 
 
-def _first_use(weights: Sequence, blocks: bool, tokens: int, activation: str | None) -> str | None:
+def _first_use(block: Block, blocks: bool, tokens: int, activation: str | None) -> str | None:
     tile = tile_of(tokens, activation, blocks)
 
     def compare():
@@ -104,19 +118,17 @@ def _first_use(weights: Sequence, blocks: bool, tokens: int, activation: str | N
         x = jnp.asarray(draw.standard_normal((count, columns)), jnp.bfloat16)
         sizes = (256, 256) if activation else (128, 256, 128)
         small = [
-            FP8.encode(jnp.asarray(0.05 * draw.standard_normal((size, columns)), jnp.bfloat16), weight.block)
-            for size, weight in zip(sizes, [*weights, *weights[:1] * 2], strict=False)
+            FP8.encode(jnp.asarray(0.05 * draw.standard_normal((size, columns)), jnp.bfloat16), block) for size in sizes
         ]
         rounded_x = rounded(x, blocks)
         out = product(rounded_x, small, activation)
-        scales = jnp.repeat(rounded_x.scales.T, _BLOCK, axis=1) if blocks else rounded_x.scales[:, None]
-        wide = rounded_x.codes.astype(jnp.float32) * scales
+        wide, expected = rounded_x.decode(), Coded.of(x, blocks).decode()
         exact = [dispatch.exactly(jnp.matmul)(wide, weight.decode(jnp.float32).T) for weight in small]
         if activation is not None:
             exact = [ACTIVATIONS[activation](exact[0]) * exact[1]]
-        return [wide, out.sum(0)], [x.astype(jnp.float32), jnp.concatenate(exact, axis=1)]
+        return [wide, out.sum(0)], [expected, jnp.concatenate(exact, axis=1)]
 
-    what = f"{'blocks' if blocks else 'rows'}, {tile}" + ("" if activation is None else f", {activation}")
+    what = f"scales of {block}, {tile}" + ("" if activation is None else f", {activation}")
     return dispatch.first_use("fp8_few", "triton", what, compare)
 
 
@@ -135,18 +147,18 @@ def rounded(x: jax.Array, blocks: bool) -> Coded:
         COUNT=count,
         SIZE=size,
         WIDTH=1 << (size - 1).bit_length(),
-        BLOCK=_BLOCK if blocks else 0,
+        BLOCK=BLOCK if blocks else 0,
     )
     return Coded(codes, scales)
 
 
 def coded_types(count: int, size: int, blocks: bool) -> list[jax.ShapeDtypeStruct]:
     """Of a Coded of `count` rows of `size` numbers."""
-    scales = (size // _BLOCK, count) if blocks else (count,)
+    scales = (size // BLOCK, count) if blocks else (count,)
     return [jax.ShapeDtypeStruct((count, size), jnp.float8_e4m3fn), jax.ShapeDtypeStruct(scales, jnp.float32)]
 
 
-def product(x: Coded, weights: Sequence[Stored], activation: str | None = None) -> jax.Array:
+def product(x: Coded, weights: Sequence[jax.Array | Stored], activation: str | None = None) -> jax.Array:
     """x W^T of the weights side by side: partial sums float32[splits, N, sum of out], or rounded to bfloat16 if there
     is one; with an activation activation(x gate^T) * (x up^T), [1, N, out]. Only if `refusal` is None.
 
@@ -174,7 +186,7 @@ def product(x: Coded, weights: Sequence[Stored], activation: str | None = None) 
         SECOND=sizes[1],
         THIRD=sizes[2],
         STRIDE=int(stored[0].block != MATRIX),
-        BLOCK=_BLOCK if blocks else 0,
+        BLOCK=BLOCK if blocks else 0,
         ACTIVATION=_NUMBERS[activation],
         ROWS=tile.rows,
         DEPTH=_DEPTH,
