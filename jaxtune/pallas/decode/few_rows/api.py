@@ -20,6 +20,7 @@ from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.few_rows import gated_mosaic, reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.quant_matmul.fp8_few import Coded
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
@@ -246,11 +247,32 @@ def added_norm(
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
     implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
     """
+    return _added_norm(x, partial_sums, weight, None, implementation, eps=eps, offset=offset, float32=float32)
+
+
+def added_norm_coded(
+    x: jax.Array,
+    partial_sums: jax.Array,
+    weight: jax.Array,
+    blocks: bool,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    float32: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, Coded]:
+    """`added_norm`, and the norm rounded to e4m3 as FP8 products round it, in the same kernel.
+
+    blocks: each 128 numbers have a scale, not each row; hidden is a multiple of 128 then. Others: as in `added_norm`.
+    """
+    return _added_norm(x, partial_sums, weight, blocks, implementation, eps=eps, offset=offset, float32=float32)
+
+
+def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: str | None, **options):
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
     check.array("partial_sums", partial_sums, "splits N hidden", FLOATS)
     check.array("weight", weight, "hidden", FLOATS)
-    options = dict(eps=eps, offset=offset, float32=float32)
 
     def compare():
         operands = (
@@ -258,14 +280,23 @@ def added_norm(
             normal_array(1, 3, 5, 768, dtype=jnp.float32),
             normal_array(2, 768, dtype=x.dtype),
         )
-        kernel, exact = (functools.partial(module.added_norm, **options) for module in (triton, reference))
-        return list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*in_float32(operands)))
+        added, normed, *coded = jax.jit(triton.added_norm, static_argnums=3, static_argnames=[*options])(
+            *operands, blocks, **options
+        )
+        exact = list(dispatch.exactly(functools.partial(reference.added_norm, **options))(*in_float32(operands)))
+        if coded:  # of the kernel's own norm: another rounding of it may be another code
+            return [added, normed, coded[0].decode()], [*exact, Coded.of(normed, bool(blocks)).decode()]
+        return [added, normed], exact
 
     def first_use():
-        return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}", compare)
+        rounds = "" if blocks is None else ", in blocks" if blocks else ", in rows"
+        return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}{rounds}", compare)
 
-    implementation_name = _chosen("added_norm", lambda: triton.added_norm_refusal(x), first_use, implementation)
-    return IMPLEMENTATIONS[implementation_name].added_norm(x, partial_sums, weight, **options)
+    def refusal():
+        return triton.added_norm_refusal(x)
+
+    implementation_name = _chosen("added_norm", refusal, first_use, implementation)
+    return IMPLEMENTATIONS[implementation_name].added_norm(x, partial_sums, weight, blocks, **options)
 
 
 def placed(

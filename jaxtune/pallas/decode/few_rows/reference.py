@@ -9,6 +9,7 @@ from jaxtune.pallas.decode.attention.cache import written
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import quant_matmul
+from jaxtune.pallas.quant_matmul.fp8_few import Coded
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -108,14 +109,15 @@ def _sum(partial_sums, dtype):
     return total.astype(dtype)
 
 
-def added_norm(x, partial_sums, weight, *, eps, offset, float32):
-    """As api.added_norm: (x plus the sum, its norm).
+def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
+    """As api.added_norm: (x plus the sum, its norm), or with `blocks` as api.added_norm_coded.
 
     x: [N, hidden]. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
     eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     added = x + _sum(partial_sums, x.dtype)
-    return added, normed(added, weight, eps, offset, float32)
+    out = normed(added, weight, eps, offset, float32)
+    return (added, out) if blocks is None else (added, out, Coded.of(out, blocks))
 
 
 def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):

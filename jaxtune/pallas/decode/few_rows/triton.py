@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.quant_matmul.fp8_few import BLOCK, Coded, coded_types
 
 # The most rows of x that a product may have: with more it is bound by multiplications, and XLA's is the right choice.
 MOST_ROWS = 128
@@ -333,19 +334,19 @@ def added_norm_refusal(x) -> str | None:
     return None if x.shape[1] <= 16384 else f"{x.shape[1]} numbers; up to 16,384"
 
 
-def added_norm(x, partial_sums, weight, *, eps, offset, float32):
-    """As api.added_norm: (x plus the sum, its norm).
+def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
+    """As api.added_norm, or with `blocks` api.added_norm_coded.
 
     x: [N, hidden] of 16 bits. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
     eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
-    count, size = x.shape
-    added, normed = compat.triton_graph_call(
+    (count, size), rounds = x.shape, blocks is not None
+    results = compat.triton_graph_call(
         triton_kernels.added_norm_kernel,
         (x, partial_sums, weight),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
+        [*[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2, *(coded_types(count, size, bool(blocks)) if rounds else ())],
         (count,),
         warps=8 if size > 2048 else 4,
         stages=1,
@@ -356,8 +357,12 @@ def added_norm(x, partial_sums, weight, *, eps, offset, float32):
         EPS=float(eps),
         OFFSET=float(offset),
         FLOAT32=int(float32),
+        ROUNDS=int(rounds),
+        BLOCK=BLOCK if blocks else 0,
+        **({} if rounds else {"codes": None, "scales": None}),
     )
-    return added, normed
+    added, normed, *coded = results
+    return (added, normed, Coded(*coded)) if rounds else (added, normed)
 
 
 def placed_refusal(keys) -> str | None:
