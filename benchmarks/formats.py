@@ -7,11 +7,13 @@ its own, and then measure one after another. A figure is in the file as soon as 
 
     bf16, nvfp4, int8   tokens per second of full slots, prefill included, and milliseconds of a decoding step, of rows
                         of 200 + 256 tokens, once and again. bf16 also with `deterministic` and `prefills_alone`.
-    fp8                 the same of weights in FP8 whose products round activations (model.compute=fp8).
+    fp8                 the same of weights in FP8 whose products round activations (model.compute=fp8), and with keys
+                        and values in FP8 (`cache`).
     bits_FORMAT         of 64 rows of 160 forced tokens through two layers: how many tokens have another log-probability
                         than among the 64, for rows alone (in a sampler of 64 slots, and of one), in another slot, and
                         beside other rows.
-    long_FORMAT         128 + 2,048 tokens, TensorRT-LLM's shape, in as many slots as fit; `sofar` every five seconds.
+    long_FORMAT         128 + 2,048 tokens, TensorRT-LLM's shape, in as many slots as fit, in FP8 with such a cache;
+                        `sofar` every five seconds.
 
 With TINY=1 in the environment a tiny model is measured, for a try on a CPU.
 """
@@ -75,9 +77,12 @@ def wait_for_turn() -> None:
 def speed(name: str) -> None:
     import jaxtune
 
-    model, ways = model_of(name), [(slots, {}) for slots in _SLOTS[name]]
+    model = model_of(name)
+    ways: list[tuple[int, dict[str, Any]]] = [(slots, {}) for slots in _SLOTS[name]]
     if name == "bf16":
         ways += [(64, {"deterministic": True}), (64, {"prefills_alone": True})]
+    if name == "fp8":
+        ways += [(slots, {"cache": "fp8"}) for slots in _SLOTS[name]]
     for slots, options in ways:
         with jaxtune.Sampler(model, slots, 200 + _NEW, **options) as sampler:
             sampling.warm_up(sampler, sampling.prompts_of(model, slots), _NEW)
@@ -87,7 +92,7 @@ def speed(name: str) -> None:
         figures.say(name, [full(model, slots, **options) for _ in range(2)])
 
 
-def full(model: Any, slots: int, **options: bool) -> dict[str, float]:
+def full(model: Any, slots: int, **options: Any) -> dict[str, float]:
     import jaxtune
 
     prompts = sampling.prompts_of(model, slots)
@@ -112,7 +117,7 @@ def long_rows(load_in: str) -> None:
     draw = np.random.default_rng(0)
     for most in _MOST_LONG:
         try:
-            sampler = jaxtune.Sampler(model, most, 128 + _LONG)
+            sampler = jaxtune.Sampler(model, most, 128 + _LONG, cache="fp8" if load_in == "fp8" else None)
             break
         except ValueError:
             continue

@@ -115,7 +115,7 @@ def step(
     partial_sums = _parts(stream.normed, in_linears, stream.coded)
     mlp_in = _gate_and_up(block.parts["mlp"])
     masking = attention.options(context.spec.window)
-    masking["batch_invariant"] = batch_invariant
+    masking |= dict(batch_invariant=batch_invariant, dtype=stream.x.dtype)
     out, keys, values = attended(partial_sums, *state["mixer"], positions, table, norms, **head_options, **masking)
     of_mlp = _added(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], options, mlp_in)
     partial_sums = _feed_forward(block.parts["mlp"], of_mlp, context)

@@ -351,7 +351,11 @@ def _insert(states, staged, rows, slots) -> States:
             staged_states.shape[1],
             staged_states.shape[3],
         )
-        if heads_alike and slot_states.dtype in (jnp.bfloat16, jnp.float16):  # a cache, of keys or of values
+        if heads_alike and slot_states.dtype in (
+            jnp.bfloat16,
+            jnp.float16,
+            jnp.float8_e4m3fn,
+        ):  # a cache, of keys or of values
             return inserted(slot_states, staged_states, rows, slots)
         return slot_states.at[(slots, *map(slice, staged_states.shape[1:]))].set(staged_states[rows], mode="drop")
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.few_rows import gated_mosaic, reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights
@@ -307,6 +307,7 @@ def placed(
     table: tuple[jax.Array, jax.Array] | None = None,
     norms: tuple[jax.Array, jax.Array] | None = None,
     *,
+    dtype=None,
     eps: float = 1e-6,
     offset: float = 0.0,
     float32: bool = False,
@@ -315,20 +316,23 @@ def placed(
     """Norms and rotates queries and keys of one new token in each of N sequences, and writes its keys and values into
     the caches, in one kernel. Not differentiable.
 
-    Returns (query [N, heads, D] in the caches' dtype, keys, values). XLA changes the caches in place, unless the
+    Returns (query [N, heads, D] in `dtype`, keys, values). XLA changes the caches in place, unless the
     program reads the old ones again or they are arguments that are not donated.
 
       partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
-      keys, values: caches [N, kv_heads, capacity, D]; a token goes to its position modulo capacity.
+      keys, values: caches [N, kv_heads, capacity, D], of floats or float8_e4m3fn (no scales); a token goes to its
+      position modulo capacity.
       positions: int32[N]; for a negative one nothing is written, and the row's query means nothing.
       table: (cos, sin) at these positions, float32[N, D / 2] (RoPE); None: no rotation.
       norms: weights [D] of the query's and key's RMS norms, before the rotation; None: no norms.
+      dtype: in which everything is rounded before it is cached; None: the caches'.
       eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
-      implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None.
+      implementation: "triton" (16-bit dtypes, FP8 caches from compute capability 8.9, D a power of two from 32 to
+        512), "reference", or None.
     """
     check = Arguments("placed")
     check.array("partial_sums", partial_sums, "splits N width", FLOATS)
-    check.array("keys", keys, "N kv_heads capacity D", FLOATS)
+    check.array("keys", keys, "N kv_heads capacity D", CACHES)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
@@ -337,23 +341,28 @@ def placed(
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
     options = dict(eps=eps, offset=offset, float32=float32)
-    dim, dtype = keys.shape[3], keys.dtype
+    dim, dtype = keys.shape[3], dtype or keys.dtype
 
     def compare():
         rows = jnp.asarray([0, -1, 200, 77, 127], jnp.int32)
-        caches = [normal_array(i, 5, 2, 128, dim, dtype=dtype) for i in (1, 2)]
+        caches = [normal_array(i, 5, 2, 128, dim, dtype=keys.dtype) for i in (1, 2)]
         angles = normal_array(3, 5, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
         operands = normal_array(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
         kernel, exact = (functools.partial(module.placed, **options) for module in (triton, reference))
-        kernel, exact = list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*in_float32(operands)))
+        kernel = list(jax.jit(functools.partial(kernel, dtype=dtype))(*operands))
+        if keys.dtype == dtype:
+            exact = list(dispatch.exactly(exact)(*in_float32(operands)))
+        else:  # e4m3 rounds by more than the check allows
+            exact = list(jax.jit(functools.partial(exact, dtype=dtype))(*operands))
         live = rows[:, None, None] >= 0
         return [jnp.where(live, kernel[0], 0), *kernel[1:]], [jnp.where(live, exact[0], 0), *exact[1:]]
 
     def first_use():
-        call = f"{dtype}, head dim {dim}, {options}, {table is not None}, {norms is not None}"
+        call = f"{dtype}, {keys.dtype} cache, head dim {dim}, {options}, {table is not None}, {norms is not None}"
         return dispatch.first_use("placed", "triton", call, compare)
 
-    implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
-    return IMPLEMENTATIONS[implementation_name].placed(partial_sums, keys, values, positions, table, norms, **options)
+    implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys, dtype), first_use, implementation)
+    run = IMPLEMENTATIONS[implementation_name].placed
+    return run(partial_sums, keys, values, positions, table, norms, dtype, **options)
