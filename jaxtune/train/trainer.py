@@ -30,6 +30,7 @@ from jaxtune.train.data.packing.pairs import PackedPairs, PairDataset
 from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
 from jaxtune.train.display import rows_report
 from jaxtune.train.display.precision_notes import precision_notes, reference_notes, rounding_notes
+from jaxtune.train.engine import pinned_pool
 from jaxtune.train.engine.programs import Programs
 from jaxtune.train.engine.trained_model import TrainedModel, trainable_names, with_embedding_on_device
 from jaxtune.train.evaluation.early_stop import EarlyStop
@@ -363,7 +364,8 @@ class Trainer:
             progress.print(plan_text.finish_line(self.planner.forecast, self.total_steps - start, price, devices))
         # The config is written last, so that an error before leaves the folder free for another run.
         with monitor.planned("load", start) as line:
-            with progress.compiling():
+            pinned = self.planner.residual_host_bytes * len(self.engine.mesh.local_devices)
+            with progress.compiling(), pinned_pool.growing(pinned):
                 programs = self.engine.fit(lambda: self.model.first_shapes(self.engine), start, progress.print)
             line["compile_seconds"] = monitor.uncounted_seconds()
             if self.model.is_loading:

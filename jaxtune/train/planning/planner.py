@@ -69,6 +69,11 @@ class Planner:
         return self._cost.placed(self.plan.moved)
 
     @property
+    def residual_host_bytes(self) -> float:
+        """Pinned host memory of one device that a step fills, without weights that stream."""
+        return self.forecast.host_bytes - self.cost.moved.pinned_bytes
+
+    @property
     def budget_bytes(self) -> float | None:
         """Device bytes that a step may take; None: no limit."""
         return self.room.budget_bytes

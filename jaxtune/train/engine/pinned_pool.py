@@ -1,0 +1,47 @@
+"""XLA's pool of pinned host memory, grown while programs compile: locking pages takes 0.7 s/GB (H200's host), for which
+the first step would wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jaxtune.models.placement.streams import PINNED
+from jaxtune.system import timing
+
+LEAST_BYTES = 2.0**35  # a step that pins less waits for seconds
+_PIECE = 2**28
+
+
+@contextlib.contextmanager
+def growing(nbytes: float) -> Iterator[None]:
+    """Pins `nbytes` beside the body, and frees them within the pool, which keeps its memory; does nothing below
+    LEAST_BYTES. Waits at the end, unless the body fails.
+    """
+    if nbytes < LEAST_BYTES:
+        yield
+        return
+    failed = threading.Event()
+    thread = threading.Thread(target=_pin, args=(nbytes, failed), name="pinning", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        failed.set()
+        raise
+    with timing.phase("pinning host memory"):
+        thread.join()
+
+
+def _pin(nbytes: float, failed: threading.Event) -> None:
+    device = jax.local_devices()[0]
+    zeros, where = np.zeros(_PIECE, np.uint8), jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+    pieces: list[jax.Array] = []
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # no more can be pinned: the step will say what it lacks
+        while len(pieces) * _PIECE < nbytes and not failed.is_set():
+            pieces.append(jax.block_until_ready(jax.device_put(zeros, where)))
