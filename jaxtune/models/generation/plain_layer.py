@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.generation.exchanged import part_of, sent_back, stays_divided
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
@@ -21,6 +22,7 @@ from jaxtune.models.layers.routers import Router
 from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
+from jaxtune.models.placement import gathers
 from jaxtune.pallas.decode.few_rows import (
     added_norm,
     attended,
@@ -31,6 +33,7 @@ from jaxtune.pallas.decode.few_rows import (
     products,
 )
 from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.quant_matmul import LoraWeights, few_product
 
 
@@ -119,6 +122,8 @@ def step(
 
 def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
     """[splits, N, hidden], partial sums that the kernel of the residual stream adds up."""
+    if type(feed_forward) is MLP and stays_divided(feed_forward.down_proj):
+        return _of_divided(feed_forward, stream.normed)
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
@@ -140,6 +145,26 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
             outputs = segment.run(feed_forward, context, *(values[name] for name in segment.reads))
             values |= zip(segment.outputs, outputs, strict=True)
     return values[OUTPUT][None, :, 0]
+
+
+def _of_divided(mlp: MLP, x: jax.Array) -> jax.Array:
+    """The feed-forward [1, N, hidden] of x, normed, by parts of the weights; the activations go to all devices."""
+    activation = mlp.config.activation
+    if mlp.config.fused_gate_up:
+        gate, up = jnp.split(_parts(x, [mlp.gate_up_proj]).sum(0).astype(x.dtype), 2, axis=-1)
+        return _parts(ACTIVATIONS[activation](gate) * up, [mlp.down_proj])
+    rows, linears = gathers.rows_of_all(x), [part_of(mlp.gate_proj), part_of(mlp.up_proj)]
+    if all(_is_plain(linear, x.dtype) for linear in linears):
+        gated = gated_product(rows, *(linear.weight[...] for linear in linears), activation, _adapters(linears))
+    else:
+        gated = None
+        if all(_is_only_codes(linear, x.dtype) for linear in linears):
+            gated = few_product(rows, [linear.stored_weight for linear in linears], activation)
+        if gated is None:
+            gate, up = apply_fused(rows[:, None], tuple(linears))
+            gated = (ACTIVATIONS[activation](gate) * up)[:, 0]
+    down = _parts(gathers.columns_of_all(gated), [part_of(mlp.down_proj)])
+    return gathers.own_rows(_added(down, x.dtype))[None]
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
@@ -191,6 +216,8 @@ def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     """Products of x [N, in] with several linears, concatenated: partial sums [splits, N, sum of out]; splits is 1
     unless all are plain.
     """
+    if any(map(stays_divided, linears)):
+        return jnp.concatenate(_exchanged(x, linears), axis=-1)[None]
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     if all(_is_only_codes(linear, x.dtype) for linear in linears):
@@ -198,3 +225,16 @@ def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
         if out is not None:
             return out[None]
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]
+
+
+def _exchanged(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """`_parts` of linears of which devices divide some: [N, out] of each."""
+    divided = [linear for linear in linears if stays_divided(linear)]
+    products_of_part = _added(_parts(gathers.rows_of_all(x), list(map(part_of, divided))), x.dtype)
+    outs = iter(sent_back(products_of_part, [linear.sizes[0] for linear in divided]))
+    return [next(outs) if stays_divided(linear) else _added(_parts(x, [linear]), x.dtype) for linear in linears]
+
+
+def _added(partial_sums: jax.Array, dtype) -> jax.Array:
+    """[N, out] of [splits, N, out], rounded to dtype."""
+    return partial_sums[0] if len(partial_sums) == 1 else partial_sums.sum(0).astype(dtype)
