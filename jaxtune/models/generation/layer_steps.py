@@ -77,15 +77,15 @@ def through_layers(
 
 
 def _staying(layer: Block) -> set[int]:
-    """The ids of the Shards by which a step multiplies as they are."""
-    return {id(shard) for linear in linears_of_step(layer) for shard in partition.shards(linear.stored_weight)}
+    """The ids of arrays of Shards by which a step multiplies as they are."""
+    return {id(shard.array) for linear in linears_of_step(layer) for shard in partition.shards(linear.stored_weight)}
 
 
 class _Coming:
     """Layers' weights in turn. Copies of later ones that stream begin with a layer's input, and so do gathers of the next
     one's Shards.
 
-    staying: of each layer the ids of Shards that are not gathered.
+    staying: of each layer the ids of arrays that are not gathered.
     """
 
     def __init__(self, weights: list, staying: Sequence[Collection[int]]):
@@ -98,7 +98,7 @@ class _Coming:
         layer, self._layer = self._layer, self._layer + 1
         weights, staying = with_arrived(self._weights[layer], self._arrivals.take(layer)), self._staying[layer]
         gathered = iter(self._gathered)
-        shards = [shard if id(shard) in staying else next(gathered) for shard in partition.shards(weights)]
+        shards = [shard if id(shard.array) in staying else next(gathered) for shard in partition.shards(weights)]
         weights = partition.with_whole(weights, shards)
         beside, gathers = later = self._arrivals.beside(layer), self._gathers(layer + 1)
         if jax.tree.leaves(later):
@@ -109,7 +109,7 @@ class _Coming:
 
     def _gathers(self, layer: int) -> list[partition.Shard]:
         shards = partition.shards(self._weights[layer : layer + 1])
-        return [shard for shard in shards if id(shard) not in self._staying[layer]]
+        return [shard for shard in shards if id(shard.array) not in self._staying[layer]]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
