@@ -1,8 +1,8 @@
 """A sampler over devices that divide a model's weights: each decodes its own slots, and all run each program together.
 
 A prefill gathers a layer's weights while the layer before computes. A decoding step multiplies the rows of all devices
-by each device's part of a weight, and sends the products back (exchanged.py), which is fewer bytes. Host code sees whole
-arrays whose first axis is the slot or the row; prompts that the devices cannot share equally are computed by each.
+by each device's part of a weight, and sends the products back (exchanged.py), which is fewer bytes. Host code sees
+whole arrays whose first axis is the slot or the row; prompts that devices cannot share equally are computed by each.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Division:
     def of(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Division | None:
         """By where the arrays are; None if each device has all of them whole."""
         axes = tuple(map(_divided_axis, leaves))
-        index = next((index for index, axis in enumerate(axes) if axis is not None), None)
-        return None if index is None else Division(leaves[index].sharding.mesh, axes)
+        divided = next((leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None), None)
+        mesh = getattr(getattr(divided, "sharding", None), "mesh", None)
+        return Division(mesh, axes) if isinstance(mesh, Mesh) else None
 
     @property
     def devices(self) -> int:
@@ -97,39 +98,21 @@ def _programs(division: Division, same_choices: bool, many_rows: bool) -> device
     of_steps = {**sampler_options(same_choices, many_rows), **gathers}
     of_prompts = {**prompt_options(same_choices), **gathers}
     over, mesh = _Over(division, same_choices), division.mesh
-    options = [of_prompts, of_prompts, of_steps, of_steps, of_steps, of_steps, {}, {}]
-    functions = [over.prefill, over.extend, over.insert, over.decode, over.logits, over.choose, over.grow, over.mark]
-    statics, donated = (2, 1, 0, 3, 1, 2, 1, 0), ((), (1,), (0,), (1, 2, 3), (1, 2), (1, 2), (), (0,))
-    prefill, extend, *others = (
-        _OnMesh(mesh, Function(function, count, given, option))
-        for function, count, given, option in zip(functions, statics, donated, options, strict=True)
+
+    def made(function: Callable, statics: int, donated: Sequence[int] = (), options=of_steps) -> Function:
+        return Function(function, statics, donated, options, mesh)
+
+    return device.Programs(
+        made(over.prefill, 2, options=of_prompts),
+        made(over.pack, 2),
+        made(over.extend, 1, (1,), of_prompts),
+        made(over.insert, 0, (0,)),
+        made(over.decode, 3, (1, 2, 3)),
+        made(over.logits, 1, (1, 2)),
+        made(over.choose, 2, (1, 2)),
+        made(over.grow, 1),
+        made(over.mark, 0, (0,)),
     )
-    return device.Programs(prefill, None, extend, *others)
-
-
-class _OnMesh:
-    """A Function whose programs are traced and compiled for a mesh."""
-
-    def __init__(self, mesh: Mesh, function: Function):
-        self._mesh, self._function = mesh, function
-
-    def __call__(self, *arguments):
-        with partition.compiling(self._mesh):
-            return self._function(*arguments)
-
-    def program(self, *arguments) -> Callable:
-        with partition.compiling(self._mesh):
-            program = self._function.program(*arguments)
-
-        def run(*values):
-            with partition.compiling(self._mesh):
-                return program(*values)
-
-        return run
-
-    def lower(self, *arguments) -> jax.stages.Lowered:
-        with partition.compiling(self._mesh):
-            return self._function.lower(*arguments)
 
 
 class _Over:
@@ -144,7 +127,9 @@ class _Over:
     def _rows(self, count: int):
         return ROWS if self._division.divides(count) else WHOLE
 
-    def prefill(self, structure, capacity, leaves, tokens, lengths, totals, positions=None, pictures=None, adapters=None):
+    def prefill(
+        self, structure, capacity, leaves, tokens, lengths, totals, positions=None, pictures=None, adapters=None
+    ):
         marked, rows = self._division.marked(leaves), self._rows(len(tokens))
         specs = partition.specs(marked), *[rows] * 6
         function = functools.partial(device.prefill, structure, capacity)
@@ -156,6 +141,9 @@ class _Over:
         function = functools.partial(device.extend, structure)
         return self._run(function, specs, rows, marked, states, tokens, starts, counts, totals, adapters)
 
+    def pack(self, *_):
+        raise NotImplementedError("prompts are packed for one device")
+
     def insert(self, states, staged, rows, slots):
         """As slots.insert, between devices, too: each array is gathered, and freed before the next one."""
         count = len(jax.tree.leaves(staged)[0])
@@ -163,7 +151,9 @@ class _Over:
 
         def local(states, staged, rows, slots):
             own = self._own(slots, len(jax.tree.leaves(states)[0]))
-            rows, own = (jnp.pad(array, (0, 1), constant_values=fill) for array, fill in ((rows, 0), (own, device.NEVER)))
+            rows, own = (
+                jnp.pad(array, (0, 1), constant_values=fill) for array, fill in ((rows, 0), (own, device.NEVER))
+            )
             leaves, treedef = jax.tree.flatten(states)
             for index, array in enumerate(jax.tree.leaves(staged)):
                 if index:

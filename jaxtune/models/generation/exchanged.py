@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.layers.attention import Attention
@@ -63,15 +62,17 @@ def part_of(linear: Linear) -> Linear:
     if isinstance(value, FourBit):
         local = dataclasses.replace(local, shape=(out // count, *value.shape[1:]))
         if value.nested_absmax is not None:
-            local = dataclasses.replace(local, nested_absmax=own(value.nested_absmax, local.absmax.size // NESTED_BLOCK))
+            local = dataclasses.replace(
+                local, nested_absmax=own(value.nested_absmax, local.absmax.size // NESTED_BLOCK)
+            )
     part.weight = linear.weight.replace(local)
     if linear.bias is not None:
-        part.bias = linear.bias.replace(own(linear.bias[...], out // count))
+        part.bias = nnx.Param(own(linear.bias[...], out // count))
     if linear.lora is not None:
         part.lora = lora = copy.copy(linear.lora)
-        lora.b = lora.b.replace(own(lora.b[...], out // count))
+        lora.b = nnx.Param(own(lora.b[...], out // count))
         if lora.magnitude is not None:
-            lora.magnitude = lora.magnitude.replace(own(lora.magnitude[...], out // count))
+            lora.magnitude = nnx.Param(own(lora.magnitude[...], out // count))
     return part
 
 

@@ -82,8 +82,8 @@ def _staying(layer: Block) -> set[int]:
 
 
 class _Coming:
-    """Layers' weights in turn. Copies of later ones that stream begin with a layer's input, and so do gathers of the next
-    one's Shards.
+    """Layers' weights in turn. Copies of later ones that stream begin with a layer's input, and so do gathers of the
+    next one's Shards.
 
     staying: of each layer the ids of arrays that are not gathered.
     """
@@ -98,8 +98,8 @@ class _Coming:
         layer, self._layer = self._layer, self._layer + 1
         weights, staying = with_arrived(self._weights[layer], self._arrivals.take(layer)), self._staying[layer]
         gathered = iter(self._gathered)
-        shards = [shard if id(shard.array) in staying else next(gathered) for shard in partition.shards(weights)]
-        weights = partition.with_whole(weights, shards)
+        shards = partition.shards(weights)
+        weights = partition.with_whole(weights, [s if id(s.array) in staying else next(gathered) for s in shards])
         beside, gathers = later = self._arrivals.beside(layer), self._gathers(layer + 1)
         if jax.tree.leaves(later):
             x, (beside, gathers) = jax.lax.optimization_barrier((x, later))

@@ -155,7 +155,8 @@ def _of_divided(mlp: MLP, x: jax.Array) -> jax.Array:
         return _parts(ACTIVATIONS[activation](gate) * up, [mlp.down_proj])
     rows, linears = gathers.rows_of_all(x), [part_of(mlp.gate_proj), part_of(mlp.up_proj)]
     if all(_is_plain(linear, x.dtype) for linear in linears):
-        gated = gated_product(rows, *(linear.weight[...] for linear in linears), activation, _adapters(linears))
+        gate, up = (linear.weight[...] for linear in linears)
+        gated = gated_product(rows, gate, up, activation, _adapters(linears))
     else:
         gated = None
         if all(_is_only_codes(linear, x.dtype) for linear in linears):

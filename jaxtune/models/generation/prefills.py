@@ -369,7 +369,14 @@ class Prefills:
         return None
 
     def _prefill(
-        self, leaves, requests: Sequence[Request], count: int, capacity: int, width: int, patches: int = 0, rows: int = 1
+        self,
+        leaves,
+        requests: Sequence[Request],
+        count: int,
+        capacity: int,
+        width: int,
+        patches: int = 0,
+        rows: int = 1,
     ) -> device.States:
         """States after `count` tokens of each request, never its newest, which the first decoding step reads; padded to
         `width`, and to `rows` rows. One with pictures is alone, and they are padded to `patches`.

@@ -171,8 +171,8 @@ class Sampler:
       more_come: set it while requests are about to be submitted: with `first_at_once` rounds then have one step, after
         which these are prefilled.
 
-    Over divided weights all devices decode, each its own slots; `adapters`, `compiles_beside`, `prepare` and `score` are
-    refused, and no beginnings of prompts are stored. In several processes all make the same calls in the same order.
+    Over divided weights all devices decode, each its own slots; `adapters`, `compiles_beside`, `prepare` and `score`
+    are refused, and no beginnings of prompts are stored. In several processes all make the same calls in one order.
 
     Raises ValueError for a model that scores texts, too little memory or positions, or as `load_adapter`.
     """
@@ -865,15 +865,15 @@ class Sampler:
 
     # ---- memory
 
-    def _put(self, tree):
+    def _put[T](self, tree: T) -> T:
         """Arrays of the host whose first axis is the slot, on the devices."""
         return jax.device_put(tree) if self._division is None else self._division.put(tree)
 
     def _require_whole(self, what: str, asked: bool = True) -> None:
         if self._division is not None and asked:
             raise ValueError(
-                f"Sampler: {what}: the model's weights are divided over {self._division.devices} devices, as a run with "
-                "mesh.fsdp leaves them: save the model and load it (from_pretrained)"
+                f"Sampler: {what}: the model's weights are divided over {self._division.devices} devices, as a run "
+                "with mesh.fsdp leaves them: save the model and load it (from_pretrained)"
             )
 
     def _bytes(self, slots: int, length: int) -> int:
@@ -986,7 +986,7 @@ class Sampler:
             self._ready.choose([exact], ())
         return size or (exact if masks or steps == self._steps else self._of_round(self._steps, masks))
 
-    def _empty_seen(self) -> jax.Array:
+    def _empty_seen(self) -> device.Array:
         return self._put(np.zeros((len(self._slots), self.config.vocab_size), np.int32))
 
     # ---- rounds
@@ -1060,7 +1060,7 @@ class Sampler:
             (due if is_due else self._pieces).append(piece)
         return due
 
-    def _seen_of(self, kind: Kind) -> jax.Array | None:
+    def _seen_of(self, kind: Kind) -> device.Array | None:
         if kind.penalises and self._seen is None:
             self._seen = self._empty_seen()
         return self._seen if kind.penalises else None

@@ -477,8 +477,8 @@ def _forward_of_step(
 
 
 def _head_of_step(structure: Structure, leaves, slots: int) -> Callable[[jax.Array], jax.Array]:
-    """hidden states [N, 1, hidden] -> logits [N, 1, V or more]. Of a divided head each device computes the logits of its
-    part of the vocabulary for the rows of all.
+    """hidden states [N, 1, hidden] -> logits [N, 1, V or more]. Of a divided head each device computes the logits of
+    its part of the vocabulary for the rows of all.
     """
     model = structure.model(leaves)
     head = model.head_variable

@@ -8,12 +8,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from flax import nnx
 
 from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, picture_arrays
 from jaxtune.conversations.pictures import TAG
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.division import share_of
 from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import Constraint, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
@@ -130,7 +132,7 @@ class AnswerMetrics:
         sampler = Sampler(
             model,
             length=rows.length,
-            most_slots=rows.most,
+            most_slots=min(rows.most, share_of(nnx.state(model), len(self.prompts))),
             most_converted=self.most_converted,
             deterministic=self.deterministic,
             prefix_bytes=None if self.deterministic else worthwhile_bytes(prompt.ids for prompt in self.prompts),

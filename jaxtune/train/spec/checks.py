@@ -6,21 +6,18 @@ import jax
 
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.system import processes
-from jaxtune.train.config import ConfigError, EvaluationConfig, MeshConfig, OptimConfig, ProfileConfig, QatConfig
+from jaxtune.train.config import ConfigError, EvaluationConfig, OptimConfig, ProfileConfig, QatConfig
 from jaxtune.train.engine.trained_model import TrainedModel
-from jaxtune.train.objectives.objective import Objective, RunNeeds, require_whole_weights
+from jaxtune.train.objectives.objective import Objective, RunNeeds
 from jaxtune.train.optimizer.optim import embedding_tensors
 
 
-def require_sampling(sampler: str | None, mesh: MeshConfig | None) -> None:
-    """ConfigError if something samples from the model, and the mesh divides weights or there are several processes.
+def require_sampling(sampler: str | None) -> None:
+    """ConfigError if something samples from the model, and there are several processes.
 
     sampler: in words; None: nothing samples.
     """
-    if sampler is None:
-        return
-    require_whole_weights(sampler, mesh or MeshConfig())
-    if (count := processes.count()) > 1:
+    if sampler is not None and (count := processes.count()) > 1:
         raise ConfigError(
             f"{sampler}: {count} processes cannot share the sampling yet; run one process, which can use all GPUs of "
             "its machine (mesh.data)"
