@@ -65,6 +65,7 @@ class TrainedModel:
         self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
         self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
+        self._divided: nnx.State | None = None  # frozen weights of a run that divides them, beside a model that is kept
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
@@ -203,7 +204,8 @@ class TrainedModel:
         if partition.MeshShape.of(engine.mesh).shard_count == 1:
             return partition.put(declared, where)
         if self.keeps_model:
-            return jax.tree.map(partition.moved, declared, where)
+            self._divided = jax.tree.map(partition.moved, declared, where)
+            return self._divided
         graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
         arrays, structure = jax.tree.flatten(self.frozen)
         as_declared = jax.tree.structure(declared)
@@ -213,8 +215,7 @@ class TrainedModel:
                 arrays[index] = jax.block_until_ready(partition.moved(arrays[index], sharding))
         finally:
             self.frozen = jax.tree.unflatten(structure, arrays)
-            own_weights = nnx.State({key: value for key, value in self.frozen.items() if key != "teacher"})
-            self.given = nnx.merge(graph, trainable, own_weights)
+            self.given = nnx.merge(graph, trainable, _own_weights(self.frozen))
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> nnx.State:
@@ -309,13 +310,16 @@ class TrainedModel:
 
     def finished(self, trainable: Any) -> Decoder:
         """A new model without a teacher: the given one with the trained tensors in the dtypes in which they were given;
-        it shares the frozen arrays. It is on the mesh's devices, tables perhaps on the host as numpy arrays, and
-        weights that streamed still do; in several processes with whole arrays, a copy on one device each.
+        it shares the frozen arrays, or has the run's parts of them. It is on the mesh's devices, tables perhaps on the
+        host as numpy arrays, and weights that streamed still do; in several processes with whole arrays, a copy on one
+        device each.
 
         After QAT, a model with adapters still rounds, and merge_adapter converts it. Without adapters it is converted
         here, and its base_digest and base_fingerprint are None, as its weights changed.
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
+        if self._divided is not None:
+            frozen = _own_weights(self._divided)
         trained, frozen = partition.colocated(trainable, frozen)
         model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
         if not has_adapter(model):
@@ -349,6 +353,11 @@ def with_embedding_on_device(model: Decoder) -> Decoder:
 def _has_number(array: np.ndarray) -> bool:
     """Whether one is not 0; at once where all bits are."""
     return bool(np.ascontiguousarray(array).view(np.uint8).any()) and bool((array != 0).any())
+
+
+def _own_weights(frozen: nnx.State) -> nnx.State:
+    """Without a teacher's."""
+    return nnx.State({key: value for key, value in frozen.items() if key != "teacher"})
 
 
 def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:
