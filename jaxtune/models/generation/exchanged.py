@@ -50,6 +50,14 @@ def linears_of_step(block: Block) -> list[Linear]:
     return [linear for linear in linears if stays_divided(linear)]
 
 
+def is_wide(block: Block) -> bool:
+    """Whether devices divide all linears of a plain layer, which then takes and gives the residual stream of the rows
+    of all devices: five exchanges, where own rows need seven.
+    """
+    mlp = block.parts["mlp"]
+    return type(mlp) is MLP and not mlp.config.fused_gate_up and len(linears_of_step(block)) == len(block.matrices())
+
+
 def part_of(linear: Linear) -> Linear:
     """The linear of this device's rows of the weight. For one that `stays_divided`."""
     part, value = copy.copy(linear), linear.stored_weight

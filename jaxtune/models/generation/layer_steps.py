@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
-from jaxtune.models.generation.exchanged import linears_of_step
+from jaxtune.models.generation.exchanged import is_wide, linears_of_step
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.placement import partition
@@ -53,15 +53,15 @@ def through_layers(
     if plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
         stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
-        for (graph, *_), (_, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
+        for (graph, *_), (layer, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
             weight = norm.weight[...]
-            stream, state = weights.next(stream)
+            stream, state = weights.next(stream.of(is_wide(layer), len(tokens)))
             stream, layer_state = _plain_step(
                 graph, spec, batch_invariant, *state, stream, tables, layer_state, positions, real, weight
             )
             stream = jax.lax.optimization_barrier(stream)
             new_states.append(layer_state)
-        return stream.normed[:, None], new_states
+        return stream.of(False, len(tokens)).normed[:, None], new_states
     decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
     for (graph, *_), (layer, spec), layer_state, layer_values in zip(
         splits, layers, states, decoder_values, strict=True

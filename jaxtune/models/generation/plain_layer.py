@@ -5,6 +5,7 @@ stream, also across layers; another norms, rotates and caches a token's heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generation.exchanged import part_of, sent_back, stays_divided
+from jaxtune.models.generation.exchanged import is_wide, part_of, sent_back, stays_divided
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
@@ -42,6 +43,12 @@ class Stream(NamedTuple):
 
     x: jax.Array  # [N, hidden]
     normed: jax.Array  # [N, hidden]: x after the norm of what reads it next, a part of a layer or the head
+
+    def of(self, wide: bool, rows: int) -> Stream:
+        """For the rows of all devices that divide weights, or this device's, which are `rows`."""
+        if wide == (len(self.x) > rows):
+            return self
+        return Stream(*map(gathers.rows_of_all if wide else functools.partial(gathers.own_of_all, rows=rows), self))
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
@@ -98,7 +105,7 @@ def step(
     updated caches}).
 
       block: a layer for which `is_plain` holds.
-      stream: [N, hidden], with the norm before attention.
+      stream: [N, hidden], with the norm before attention; of the rows of all devices if the layer `is_wide`.
       state: {"mixer": (keys, values)}, each [N, kv_heads, capacity, head_dim].
       positions: int32[N], positions; -1 for a row that does not decode.
       context: its layout has the rotary tables of `positions`.
@@ -111,12 +118,18 @@ def step(
     head_options, norms = options, None
     if attention.config.qk_norm:
         head_options, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
-    partial_sums = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
+    linears, wide = [getattr(attention, name) for name in attention.in_matrices], is_wide(block)
+    partial_sums = _own_products(stream.normed, linears) if wide else _parts(stream.normed, linears)
     masking = attention.options(context.spec.window)
     masking["batch_invariant"] = batch_invariant
     out, keys, values = attended(partial_sums, *state["mixer"], positions, table, norms, **head_options, **masking)
-    x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
-    partial_sums = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
+    out, mlp = out.reshape(len(out), -1), block.parts["mlp"]
+    if wide:
+        partial_sums = _columns_of_all(gathers.rows_of_all(out), attention.o_proj)
+    else:
+        partial_sums = _parts(out, [attention.o_proj])
+    x, normed = added_norm(stream.x, partial_sums, norm.weight[...], **options)
+    partial_sums = _of_all_rows(mlp, normed) if wide else _feed_forward(mlp, Stream(x, normed), context)
     return Stream(*added_norm(x, partial_sums, next_weight, **options)), {"mixer": (keys, values)}
 
 
@@ -148,24 +161,32 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
 
 
 def _of_divided(mlp: MLP, x: jax.Array) -> jax.Array:
-    """The feed-forward [1, N, hidden] of x, normed, by parts of the weights; the activations go to all devices."""
-    activation = mlp.config.activation
+    """The feed-forward [1, N, hidden] of x, normed, whose weights devices divide."""
     if mlp.config.fused_gate_up:
-        gate, up = jnp.split(_parts(x, [mlp.gate_up_proj]).sum(0).astype(x.dtype), 2, axis=-1)
-        return _parts(ACTIVATIONS[activation](gate) * up, [mlp.down_proj])
-    rows, linears = gathers.rows_of_all(x), [part_of(mlp.gate_proj), part_of(mlp.up_proj)]
-    if all(_is_plain(linear, x.dtype) for linear in linears):
+        gate, up = jnp.split(_exchanged(x, [mlp.gate_up_proj])[0], 2, axis=-1)
+    else:
+        gate, up = _exchanged(x, [mlp.gate_proj, mlp.up_proj])
+    return _parts(ACTIVATIONS[mlp.config.activation](gate) * up, [mlp.down_proj])
+
+
+def _of_all_rows(mlp: MLP, rows: jax.Array) -> jax.Array:
+    """The feed-forward [1, R, hidden] of the normed rows of all devices, each of which has a part of the weights."""
+    activation, linears = mlp.config.activation, [part_of(mlp.gate_proj), part_of(mlp.up_proj)]
+    gated = None
+    if all(_is_plain(linear, rows.dtype) for linear in linears):
         gate, up = (linear.weight[...] for linear in linears)
         gated = gated_product(rows, gate, up, activation, _adapters(linears))
-    else:
-        gated = None
-        if all(_is_only_codes(linear, x.dtype) for linear in linears):
-            gated = few_product(rows, [linear.stored_weight for linear in linears], activation)
-        if gated is None:
-            gate, up = apply_fused(rows[:, None], tuple(linears))
-            gated = (ACTIVATIONS[activation](gate) * up)[:, 0]
-    down = _parts(gathers.columns_of_all(gated), [part_of(mlp.down_proj)])
-    return gathers.own_rows(_added(down, x.dtype))[None]
+    elif all(_is_only_codes(linear, rows.dtype) for linear in linears):
+        gated = few_product(rows, [linear.stored_weight for linear in linears], activation)
+    if gated is None:
+        gate, up = apply_fused(rows[:, None], tuple(linears))
+        gated = (ACTIVATIONS[activation](gate) * up)[:, 0]
+    return _columns_of_all(gathers.columns_of_all(gated), mlp.down_proj)
+
+
+def _columns_of_all(rows: jax.Array, linear: Linear) -> jax.Array:
+    """The product [1, R, out] of the rows of all devices, each of which has a part of the weight."""
+    return gathers.columns_of_all(_added(_parts(rows, [part_of(linear)]), rows.dtype))[None]
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
@@ -231,9 +252,19 @@ def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
 def _exchanged(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
     """`_parts` of linears of which devices divide some: [N, out] of each."""
     divided = [linear for linear in linears if stays_divided(linear)]
-    products_of_part = _added(_parts(gathers.rows_of_all(x), list(map(part_of, divided))), x.dtype)
-    outs = iter(sent_back(products_of_part, [linear.sizes[0] for linear in divided]))
+    outs = iter(_sent_back(gathers.rows_of_all(x), divided))
     return [next(outs) if stays_divided(linear) else _added(_parts(x, [linear]), x.dtype) for linear in linears]
+
+
+def _sent_back(rows: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """The products [N, out] of this device's rows with linears that devices divide. rows: [R, in], of all devices."""
+    products_of_parts = _added(_parts(rows, list(map(part_of, linears))), rows.dtype)
+    return sent_back(products_of_parts, [linear.sizes[0] for linear in linears])
+
+
+def _own_products(rows: jax.Array, linears: Sequence[Linear]) -> jax.Array:
+    """`_sent_back` side by side, [1, N, sum of out]."""
+    return jnp.concatenate(_sent_back(rows, linears), axis=-1)[None]
 
 
 def _added(partial_sums: jax.Array, dtype) -> jax.Array:

@@ -132,6 +132,11 @@ def rows_of_all(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, TENSORS, tiled=True)
 
 
+def own_of_all(x: jax.Array, rows: int) -> jax.Array:
+    """This device's `rows` of `rows_of_all`."""
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSORS) * rows, rows)
+
+
 def own_rows(parts: jax.Array) -> jax.Array:
     """Of the rows of all devices this one's, [N, ..., columns], from the part of the columns that each has computed."""
     return jax.lax.all_to_all(parts, TENSORS, 0, parts.ndim - 1, tiled=True)
