@@ -99,11 +99,11 @@ def test_an_objective_of_ones_own_that_samples_divides_weights_too(monkeypatch):
     own = Sampling()
     assert chosen(LARGE, "RTX 4090", 2)[0] == chosen(LARGE, "RTX 4090", 2, objective=own)[0] == MeshConfig(1, 2)
     needs = RunNeeds.of(own)
-    checks.require_sampling(needs.sampler)
+    checks.require_sampling(needs.sampler, BatchSource())
     monkeypatch.setattr(processes, "count", lambda: 2)
-    checks.require_sampling(None)
-    with pytest.raises(ConfigError, match="objective = Sampling: 2 processes cannot share the sampling yet"):
-        checks.require_sampling(needs.sampler)
+    checks.require_sampling(None, BatchSource())
+    with pytest.raises(ConfigError, match="objective = Sampling: 2 processes cannot share the sampling of answers"):
+        checks.require_sampling(needs.sampler, BatchSource())
 
     class Asking(BatchSource):
         needs_model = True

@@ -41,15 +41,20 @@ class Division:
 
     @staticmethod
     def of(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Division | None:
-        """By where the arrays are; None if each device has all of them whole."""
+        """By where the arrays are; None if each device of this process has all of them whole, and there is no other."""
         axes = tuple(map(_divided_axis, leaves))
-        divided = next((leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None), None)
+        shared = (leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None or _is_of_several(leaf))
+        divided = next(shared, None)
         mesh = getattr(getattr(divided, "sharding", None), "mesh", None)
         return Division(mesh, axes) if isinstance(mesh, Mesh) else None
 
     @property
     def devices(self) -> int:
         return self.mesh.size
+
+    @property
+    def spans_processes(self) -> bool:
+        return jax.process_count() > 1
 
     def marked(self, leaves: Sequence[jax.Array]) -> list[jax.Array | Shard]:
         """The arrays, whole, of which the divided ones are Shards."""
@@ -82,6 +87,11 @@ def share_of(model: object, rows: int) -> int:
     """How many of `rows` rows a device of a sampler has: all, unless devices divide the model's weights."""
     division = Division.of(jax.tree.leaves(model))
     return rows if division is None else -(-rows // division.devices)
+
+
+def _is_of_several(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether an array is on devices of several processes."""
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def _divided_axis(leaf: jax.Array | jax.ShapeDtypeStruct) -> int | None:

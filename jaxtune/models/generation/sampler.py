@@ -72,7 +72,7 @@ from jaxtune.models.generation.structure import Structure, flattened, shapes_of
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement.streams import arriving_bytes
 from jaxtune.models.programs.kept import Prepared
-from jaxtune.system import lifetimes, timing, waiting
+from jaxtune.system import lifetimes, processes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _FEWEST_BIASES = 8  # and that of biases
@@ -224,6 +224,8 @@ class Sampler:
         self._shapes = shapes_of(self._leaves)
         adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
         room = room_bytes(memory_share) if free_bytes is None else (free_bytes - self._bank.bytes) * memory_share
+        if self._division is not None and self._division.spans_processes:
+            room = processes.smallest(room)
         arriving = arriving_bytes(model.layers)
         room = None if room is None else room - (adapter_bytes - self._bank.bytes) - arriving
         convertible = None

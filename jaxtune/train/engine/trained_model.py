@@ -65,7 +65,8 @@ class TrainedModel:
         self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
         self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
-        self._divided: nnx.State | None = None  # frozen weights of a run that divides them, beside a model that is kept
+        # frozen weights on the mesh, of a run that divides them beside a model that is kept, or in several processes
+        self._divided: nnx.State | None = None
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
@@ -202,7 +203,9 @@ class TrainedModel:
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).shard_count == 1:
-            return partition.put(declared, where)
+            frozen = partition.put(declared, where)
+            self._divided = frozen if processes.count() > 1 else None
+            return frozen
         if self.keeps_model:
             self._divided = jax.tree.map(partition.moved, declared, where)
             return self._divided
@@ -317,11 +320,22 @@ class TrainedModel:
         After QAT, a model with adapters still rounds, and merge_adapter converts it. Without adapters it is converted
         here, and its base_digest and base_fingerprint are None, as its weights changed.
         """
-        _, _, frozen = nnx.split(self.given, nnx.Param, ...)
+        trained, frozen = partition.colocated(trainable, self._own_frozen())
+        return self._with(trained, frozen, self.scales)
+
+    def sampling(self, trainable: Any) -> Decoder:
+        """`finished` for sampling during a run: in several processes on the devices of all."""
+        if processes.count() == 1:
+            return self.finished(trainable)
+        return self._with(trainable, self._own_frozen(), self.scales)
+
+    def _own_frozen(self) -> nnx.State:
         if self._divided is not None:
-            frozen = _own_weights(self._divided)
-        trained, frozen = partition.colocated(trainable, frozen)
-        model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
+            return _own_weights(self._divided)
+        return nnx.split(self.given, nnx.Param, ...)[2]
+
+    def _with(self, trained: Any, frozen: Any, scales: Any) -> Decoder:
+        model = nnx.merge(self._graph_alone, trained, frozen, scales)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.
             model.base_digest = model.base_fingerprint = None

@@ -28,7 +28,7 @@ from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.sampled.answering import Prompt
 from jaxtune.train.sampled.prompts import completions_of, constraint_of, read_prompts
-from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, Turns, text_of
+from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, Turns, rewarded, text_of
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
 SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl
@@ -165,8 +165,7 @@ class AnswerMetrics:
             [row.ids for row in rows],
             completions,
         )
-        table = self.functions(sampled)
-        logged, _ = self.functions.log.taken(len(sampled))
+        table, logged, _ = rewarded(self.functions, sampled)
         metrics = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
         if self.are_rewards:  # as in the objective, a function that does not apply to an answer adds nothing
             weighted = np.nan_to_num(table) * np.asarray(self.functions.weights)

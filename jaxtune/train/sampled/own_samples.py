@@ -65,6 +65,7 @@ class OwnSamples(BatchSource):
     """
 
     needs_model = True  # `batch_at` is given the model, which samples
+    samples_together = True
 
     def __init__(
         self,
