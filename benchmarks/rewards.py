@@ -15,6 +15,8 @@ sampler's and the trainer's log-probabilities.
     trl_0.6b, trl_8b     TRL's GRPOTrainer with transformers' generation on the shape of 0.6b or 8b; needs trl
     curves_bf16, _fp16,  the packaged model learns from rewards (the recipe quickstart-rewards), seeds 0 to 2: the
     _nf4                 reward of every step, the largest mismatch, and exact match before and after
+    8b_over_2, 8b_one    answers of 256 tokens, 64 a GPU: weights divided over two GPUs (the allocators held to 14 GB),
+                         and on one; run only if they are named
     tiny                 all of this in seconds, to check the script; runs only if it is named
 """
 
@@ -52,6 +54,7 @@ class Case:
     answers: int = 8  # to a prompt
     length: int = 5760  # tokens of a row: eight prompts with their answers, and a multiple of 128
     steps: int = 4  # the first of them compiles
+    fsdp: int = 1  # GPUs that divide the weights; `prompts` are those of all
 
 
 # The most wanted first: later ones are left out where time is short.
@@ -61,6 +64,11 @@ STEPS = {
     "8b_nf4": Case("llama-3.1-8b", "nf4", budget_gb=24.0),
     "30b_a3b": Case("qwen3-30b-a3b", optim="adamw_8bit"),
 }
+# Weights over two GPUs that could not hold them alone, and a GPU that can, with as many answers a GPU.
+OVER = {
+    "8b_one": Case("llama-3.1-8b", answer=256, length=3712),
+    "8b_over_2": Case("llama-3.1-8b", budget_gb=14.0, answer=256, length=3712, prompts=16, fsdp=2),
+}
 CURVES = {
     "curves_bf16": ("precision=bf16",),
     "curves_fp16": ("precision=fp16",),
@@ -68,7 +76,8 @@ CURVES = {
 }
 _TINY = Case(TINY, prompt=10, answer=16, prompts=2, answers=4, length=128, steps=3)
 TRL = {"trl_0.6b": "0.6b", "trl_8b": "8b"}
-CASES = (*STEPS, *TRL, *CURVES, "tiny")
+CASES = (*STEPS, *TRL, *CURVES, *OVER, "tiny")
+_UNASKED = (*OVER, "tiny")
 
 
 # ---- whole steps
@@ -89,7 +98,16 @@ def trainer_of(case: Case, folder: str) -> Any:
     import jaxtune
     from benchmarks.random_model import random_model
     from jaxtune.models.files.model_folder import load_tokenizer
-    from jaxtune.train.config import AdapterConfig, DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+    from jaxtune.models.placement import partition
+    from jaxtune.train.config import (
+        AdapterConfig,
+        DataConfig,
+        MemoryConfig,
+        MeshConfig,
+        ModelConfig,
+        OptimConfig,
+        TrainConfig,
+    )
     from jaxtune.train.config.objective import ObjectiveConfig
     from jaxtune.train.objectives.named import objective_of
     from jaxtune.train.objectives.policy import GRPO
@@ -99,7 +117,8 @@ def trainer_of(case: Case, folder: str) -> Any:
     from jaxtune.train.trainer import Trainer
 
     hf = SHAPES[case.shape] if isinstance(case.shape, str) else case.shape
-    model = random_model(hf, jax.random.key(0), case.load_in)
+    mesh = partition.make_mesh(1, case.fsdp) if case.fsdp > 1 else None
+    model = random_model(hf, jax.random.key(0), case.load_in, mesh)
     experts = None if model.config.moe is None else ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     model = jaxtune.get_peft_model(model, r=16, target_parameters=experts)
     config = TrainConfig(
@@ -111,6 +130,7 @@ def trainer_of(case: Case, folder: str) -> Any:
         ),
         optim=OptimConfig(name=case.optim, learning_rate=1e-5),
         memory=MemoryConfig(budget_gb=case.budget_gb and case.budget_gb * 1e9 / 2**30),
+        mesh=MeshConfig(1, case.fsdp),
         steps=case.steps,
         rows_per_step=case.prompts * case.answers,
         output=folder,
@@ -128,6 +148,7 @@ def trainer_of(case: Case, folder: str) -> Any:
         OneTurn(Sampling(objective.settings, (), lambda ids: "")),
         answers_per_step=config.rows_per_step,
         length=case.length,
+        rows_multiple=case.fsdp,
         seed=0,
     )
     tokenizer = load_tokenizer(ROOT / "jaxtune" / "quickstart" / "base")
@@ -185,6 +206,8 @@ def whole_steps(case: Case, say: Callable[[str, Any], None]) -> None:
             "share_sampling": medians["sampling"] / medians["seconds"],
             "share_update": medians["update"] / medians["seconds"],
             "answer_tokens": case.prompts * case.answers * case.answer,
+            "answer_tokens_a_second_a_gpu": case.prompts * case.answers * case.answer / medians["seconds"] / case.fsdp,
+            "slots": str(trainer.batches.answering.sampling.plan),
             "peak_memory_gb": memory_peak_bytes(0) / 1e9,
             "predicted_peak_gb": trainer.planner.forecast.peak_bytes / 1e9,
             "plan": str(plan),
@@ -315,8 +338,8 @@ def measure(name: str, say: Callable[[str, Any], None]) -> None:
 
     allow_pinned_memory()
     use_program_cache()
-    if name in STEPS:
-        whole_steps(STEPS[name], say)
+    if name in STEPS | OVER:
+        whole_steps((STEPS | OVER)[name], say)
     elif name in CURVES:
         curves(CURVES[name], say)
     else:
@@ -335,7 +358,8 @@ def allocator(name: str) -> dict[str, str]:
     from benchmarks.record import driver_bytes
     from jaxtune.train.planning.devices import CONTEXT_BYTES
 
-    budget, total = STEPS[name].budget_gb if name in STEPS else None, driver_bytes()
+    cases = STEPS | OVER
+    budget, total = cases[name].budget_gb if name in cases else None, driver_bytes()
     if budget is None or not total:
         return {}
     return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{(budget * 1e9 - CONTEXT_BYTES) / total:.5f}"}
@@ -350,7 +374,9 @@ def main() -> None:
     unknown = set(options.cases) - set(CASES)
     if unknown:
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    figures.run(__file__, options, options.cases or [name for name in CASES if name != "tiny"], variables=allocator)
+    figures.run(
+        __file__, options, options.cases or [name for name in CASES if name not in _UNASKED], variables=allocator
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ DRIVER = f"""
 import sys, time
 from jaxtune.system import progress, timing
 
-slow = {{"files", "compile accumulate", "compile evaluate", "compile _prefill", "step", "sample", "export"}}
+slow = {{"files", "compile accumulate", "compile evaluate", "compile prefill", "step", "sample", "export"}}
 push = timing.Recorder.push
 
 def slowly(recorder, phase):

@@ -118,8 +118,11 @@ def _print_plan(
     longest = fitting.longest_row(costs, spec, device, budget_bytes)
     plan_text.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
     if sampled is not None:  # rows are not read here, so that prompts are taken to be as long as there is room
-        room = budget_bytes - costs.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(costs, device)
-        slots = slots_for(model, room, sampled.length, sampled.most)
+        placed = costs.placed(forecast.plan.moved)
+        room = budget_bytes - placed.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(placed, device)
+        divided = costs.divided.layer_bytes > 0
+        most = -(-sampled.most // costs.shape.devices) if divided else sampled.most
+        slots = slots_for(model, room, sampled.length, most, not divided)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     return forecast, costs
 

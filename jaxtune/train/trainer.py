@@ -332,7 +332,7 @@ class Trainer:
         due = is_evaluation_due(self.spec.evaluation, start, self.total_steps, self.output, rows)
         saver.best.resume(self.output, start, rows)
         of_run = (self.engine, monitor, saver, self.total_steps, self.spec.evaluation, due)
-        run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.answers)
+        run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.model.sampling, self.answers)
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config_to_dict(config))

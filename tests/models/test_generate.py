@@ -196,10 +196,10 @@ def test_one_compile_for_each_bucket_of_shapes(monkeypatch):
         return counted
 
     # Programs of this test's own, so that no other test's traces count, with functions that count how often jit traces.
-    prefill, decode = slots._prefill, slots._decode
+    prefill, decode = slots.prefill, slots.decode
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "_prefill", counting(prefill))
-        patch.setattr(slots, "_decode", counting(decode))
+        patch.setattr(slots, "prefill", counting(prefill))
+        patch.setattr(slots, "decode", counting(decode))
         compiled = slots.programs.__wrapped__(same_choices=False, many_rows=False)
     monkeypatch.setattr(slots, "programs", lambda same_choices, many_rows: compiled)
 

@@ -13,7 +13,6 @@ from jaxtune.train.config import (
     ConfigError,
     DataConfig,
     EvaluationConfig,
-    MeshConfig,
     ObjectiveConfig,
 )
 from jaxtune.train.config.objective import _OPTIONS
@@ -107,19 +106,6 @@ EXACT = HELD_OUT | dict(evaluation=EvaluationConfig(exact_match_rows=5))
             HELD_OUT | dict(checkpoint=CheckpointConfig(best="eval_loss"), evaluation=EvaluationConfig(every_steps=2)),
             "have no loss with grpo",
         ),
-        *(
-            (
-                section(name),
-                dict(mesh=MeshConfig(fsdp=-1)),
-                f"mesh.fsdp = -1: objective = {name} samples from the model",
-            )
-            for name in ("grpo", "rloo")
-        ),
-        (
-            section("distill"),
-            dict(mesh=MeshConfig(1, 2)),
-            "objective.on_policy = 1.0: nothing is sampled from weights that mesh.fsdp = 2 divides",
-        ),
         (
             section("grpo"),
             dict(data=DataConfig("rows", format="text")),
@@ -158,8 +144,6 @@ def test_an_objective_of_ones_own_refuses_and_is_named_by_its_class():
     config = make_config("out", evaluation=EvaluationConfig(at_start=True), **HELD_OUT)
     with pytest.raises(ConfigError, match="evaluation.at_start = True: nothing is learnt yet"):
         decided_objective(config, Own())
-    with pytest.raises(ConfigError, match="objective = Own samples from the model"):
-        decided_objective(make_config("out", mesh=MeshConfig(fsdp=2)), Own())
     assert decided_objective(config).label == "sft" and Own().label == "Own"
 
 

@@ -19,10 +19,19 @@ from tiny_models import adapted_model, tiny_config, tiny_model
 import jaxtune
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation.division import Division
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.lora import freeze, get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig, OptimConfig
+from jaxtune.train.config import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    EvaluationConfig,
+    MemoryConfig,
+    MeshConfig,
+    OptimConfig,
+)
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.display.rows_report import check
 from jaxtune.train.folder.checkpoint import CheckpointError
@@ -324,6 +333,26 @@ def test_a_run_on_own_samples_learns_on_two_devices_and_goes_on_to_the_same_bits
     same_bits(again.train(), trained)
     losses = of_metric(again, "loss")
     assert 0 < len(losses) < 6 and losses == of_metric(whole, "loss")[-len(losses) :]
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), pytest.param((2, 4), marks=pytest.mark.full)])
+def test_own_samples_of_devices_that_divide_the_weights_are_those_of_one(mesh, tmp_path):
+    """And so are its losses, and answers that an evaluation samples."""
+    asked = EvaluationConfig(generate=("brevity",), generate_rows=3, temperature=0.8, max_new_tokens=4, at_end=True)
+    changes = dict(steps=3, evaluation=asked)
+    alone, divided = (
+        on_policy_trainer(tmp_path / name, mesh=MeshConfig(*sizes), memory=MemoryConfig(plan="keep"), **changes)
+        for name, sizes in (("alone", (1, 1)), ("divided", mesh))
+    )
+    alone.train()
+    assert Division.of(jax.tree.leaves(nnx.state(divided.train()))) is not None
+    written = [(trainer.output / "rollouts.jsonl").read_text().splitlines() for trainer in (alone, divided)]
+    answers = [[json.loads(line)["answer"] for line in lines] for lines in written]
+    assert answers[0] == answers[1] and len(answers[0]) > 3
+    for name in ("loss", "grad_norm", "eval_answers/brevity", "eval_answer_tokens"):
+        found, wanted = (of_metric(trainer, name) for trainer in (divided, alone))
+        assert found
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def test_check_shows_a_prompt_where_rows_are_sampled(tmp_path):

@@ -445,7 +445,7 @@ def test_the_program_that_is_begun_is_that_of_the_first_round(kept, lowerings, m
         list(sampler.run([[1, 2, 3], [4, 5]], 9, **{"temperature": 1.0, "seed": 3} | options))
     (call,) = begun
     assert call.function.has(call)
-    assert len([function for function in lowerings if "function _decode" in str(function)]) == 1
+    assert len([function for function in lowerings if "function decode" in str(function)]) == 1
     slots.programs.cache_clear()
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
+from jaxtune.system import processes
 from jaxtune.train.config import (
     AdapterConfig,
     ConfigError,
@@ -80,11 +81,10 @@ def test_devices_that_cannot_share_the_rows_are_left_out():
     assert mesh == MeshConfig(3, 1) and "1 of 4 devices are left out: 6 rows cannot be shared by them all" in why
 
 
-def test_weights_that_sample_are_not_divided():
-    """No plan fits then, which the planner says, and not that answers cannot be sampled."""
+def test_weights_that_sample_are_divided_where_they_do_not_fit():
     section = ObjectiveConfig("grpo", reward_funcs=["brevity"], max_completion_length=64)
-    mesh, why = chosen(LARGE, "RTX 4090", 4, objective=objective_of(section))
-    assert mesh == MeshConfig(4, 1) and "fsdp=2" not in why
+    of_rows, rewarded = (chosen(LARGE, "RTX 4090", 4, **given) for given in ({}, {"objective": objective_of(section)}))
+    assert rewarded[0] == of_rows[0] and rewarded[0].fsdp > 1 and "data=4 fsdp=1 needs" in rewarded[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +94,16 @@ class Sampling(SFT):
     samples = True
 
 
-def test_an_objective_of_ones_own_that_samples_divides_no_weights_either():
-    """The mesh that is chosen is one that the next check accepts; a source that needs the model asks for the same."""
+def test_an_objective_of_ones_own_that_samples_divides_weights_too(monkeypatch):
+    """A source that needs the model asks for the same as an objective that samples."""
     own = Sampling()
-    assert chosen(LARGE, "RTX 4090", 2)[0] == MeshConfig(1, 2)
-    mesh, _ = chosen(LARGE, "RTX 4090", 2, objective=own)
-    assert mesh == MeshConfig(2, 1)
+    assert chosen(LARGE, "RTX 4090", 2)[0] == chosen(LARGE, "RTX 4090", 2, objective=own)[0] == MeshConfig(1, 2)
     needs = RunNeeds.of(own)
-    checks.require_sampling(needs.sampler, mesh)
-    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = Sampling samples from the model"):
-        checks.require_sampling(needs.sampler, MeshConfig(1, 2))
+    checks.require_sampling(needs.sampler, BatchSource())
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    checks.require_sampling(None, BatchSource())
+    with pytest.raises(ConfigError, match="objective = Sampling: 2 processes cannot share the sampling of answers"):
+        checks.require_sampling(needs.sampler, BatchSource())
 
     class Asking(BatchSource):
         needs_model = True

@@ -16,6 +16,7 @@ from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.quant import compute_in_fp8, quantize
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.lora import get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
@@ -36,6 +37,7 @@ from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.planning.phases import phase_lines, phases_of, prefill_bytes
+from jaxtune.train.sampled import answering
 from jaxtune.train.sampled.answering import OneTurn, Prompt, Sampling
 from jaxtune.train.sampled.prompts import read_prompts
 from jaxtune.train.sampled.reward_functions import RewardFunctions
@@ -364,7 +366,7 @@ def trainer_of(folder, steps: int = 12, adapter: bool = True, **changes) -> Trai
         steps=steps,
         rows_per_step=32,
         optim=OptimConfig(learning_rate=3e-2, weight_decay=0.0),
-        objective=ObjectiveConfig("grpo", **(objective | changes.pop("objective", {}))),
+        objective=ObjectiveConfig(**({"name": "grpo"} | objective | changes.pop("objective", {}))),
         data=DataConfig(train="rows that the test made", length=32),
     )
     return Trainer(model, tokenizer, make_config(folder / "run", **(settings | changes)), rows)
@@ -414,30 +416,98 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
     assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[3:]
 
 
+def batches_of(trainer: Trainer) -> list:
+    """The batches of a run that then trains."""
+    batches, make = [], trainer.batches.batch_at
+
+    def kept(step, model=None):
+        batches.append(make(step, model))
+        return batches[-1]
+
+    trainer.batches.batch_at = kept
+    trainer.train()
+    return batches
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """{objective: (trainer, batches) of two steps on one device}"""
+
+    @functools.cache
+    def of(name: str):
+        trainer = trainer_of(tmp_path_factory.mktemp(name), **mesh_settings(name, None))
+        return trainer, batches_of(trainer)
+
+    return of
+
+
+def mesh_settings(name: str, mesh: MeshConfig | None) -> dict:
+    """Without layers that stay whole on each device."""
+    objective = {"name": name} | ({"loss_type": "sigmoid"} if name == "rloo" else {})
+    memory = MemoryConfig(plan="keep") if mesh is not None and mesh.fsdp > 1 else MemoryConfig()
+    return dict(steps=2, mesh=mesh, memory=memory, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("grpo", MeshConfig(1, 2)),
+        ("rloo", MeshConfig(2, 4)),
+        pytest.param("grpo", MeshConfig(2, 4), marks=pytest.mark.full),
+        pytest.param("grpo", MeshConfig(2, 1), marks=pytest.mark.full),
+        pytest.param("rloo", MeshConfig(1, 2), marks=pytest.mark.full),
+    ],
+)
+def test_devices_share_the_rows_and_the_answers(name, mesh, alone, tmp_path, monkeypatch):
+    """Also devices that divide the weights."""
+    (one, wanted), samplers = alone(name), []
+
+    def make(*arguments, **options) -> Sampler:
+        samplers.append(Sampler(*arguments, **options))
+        return samplers[-1]
+
+    monkeypatch.setattr(answering, "Sampler", make)
+    trainer = trainer_of(tmp_path, **mesh_settings(name, mesh))
+    batches = batches_of(trainer)
+    assert trainer.mesh.size == mesh.data * mesh.fsdp and trainer.batches.rows_per_step % trainer.mesh.size == 0
+    divisions = {sampler._division and sampler._division.devices for sampler in samplers}
+    assert divisions == {trainer.mesh.size if mesh.fsdp > 1 else None}
+    np.testing.assert_array_equal(batches[0].tokens, wanted[0].tokens)
+    np.testing.assert_allclose(*(batch[0].extra[SAMPLED_LOGPS] for batch in (batches, wanted)), atol=1e-5)
+    for metric in ("loss", "grad_norm", "reward"):
+        found, expected = (of_metric(run, metric) for run in (trainer, one))
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5, err_msg=metric)
+
+
 @pytest.mark.full
-def test_two_devices_share_the_rows_and_the_answers(tmp_path):
-    runs, batches = {}, {}
-    for name, mesh in (("one", None), ("two", MeshConfig(data=2))):
+def test_a_run_over_divided_weights_that_ends_in_a_roll_out_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    more = dict(num_iterations=2, steps_per_generation=2, temperature=1.3, beta=0.05)
+    checkpoint = CheckpointConfig(every_steps=1, every_minutes=None)
+    shared = dict(steps=6, objective=more, checkpoint=checkpoint, memory=MemoryConfig(plan="keep"))
+    runs = {}
+    for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
-        runs[name] = trainer_of(tmp_path / name, steps=2, mesh=mesh)
-        source = runs[name].batches
-        made = source.batch_at
+        runs[name] = trainer_of(tmp_path / name, mesh=MeshConfig(1, 2), **shared)
+    trained = runs["whole"].train()
 
-        def kept(step, model=None, made=made, name=name):
-            batches.setdefault(name, []).append(made(step, model))
-            return batches[name][-1]
+    class Killed(Sampler):
+        rounds = 0
 
-        source.batch_at = kept
-        runs[name].train()
-    assert runs["two"].mesh.size == 2 and runs["two"].batches.rows_per_step % 2 == 0
-    np.testing.assert_array_equal(batches["one"][0].tokens, batches["two"][0].tokens)
-    sampled = [batches[name][0].extra[SAMPLED_LOGPS] for name in ("one", "two")]
-    np.testing.assert_allclose(*sampled, atol=1e-5)
-    for name in ("loss", "grad_norm", "reward"):
-        got, want = (of_metric(runs[run], name) for run in ("two", "one"))
-        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5, err_msg=name)
-    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = grpo samples from the model.*set mesh.fsdp=1"):
-        trainer_of(tmp_path, mesh=MeshConfig(fsdp=2))
+        def step(self):
+            self.rounds += bool(runs["cut"].history)
+            if self.rounds == 2:
+                raise KeyboardInterrupt
+            return super().step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answering, "Sampler", Killed)
+        with pytest.raises(KeyboardInterrupt):
+            runs["cut"].train()
+    assert len(runs["cut"].history) == 4
+    again = trainer_of(tmp_path / "cut", mesh=MeshConfig(1, 2), **shared)
+    for a, b in zip(jax.tree.leaves(nnx.state(again.train())), jax.tree.leaves(nnx.state(trained)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[4:]
 
 
 @pytest.mark.full

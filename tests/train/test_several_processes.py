@@ -410,6 +410,43 @@ def test_a_teacher_runs_in_all_processes_and_the_first_stores_what_all_train_on(
     assert len(ours) == 2 and [path.read_bytes() for path in ours] == [path.read_bytes() for path in theirs]
 
 
+REWARDS = """
+import os
+
+def even(completion_ids, log_metric, **columns):
+    log_metric("process", float(os.environ.get("JAXTUNE_TEST_PROCESS", 0)))
+    return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+"""
+
+
+def rewards_of(output: Path) -> list[dict]:
+    """What metrics.jsonl says of answers, and the answers themselves."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss", "grad_norm", "reward", "completions/mean_length", "eval_answers/even", "process")
+    answers = [json.loads(line)["answer"] for line in (output / "rollouts.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in kept if name in line} for line in lines] + [{"answers": answers}]
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, pytest.param({"data": 2}, marks=pytest.mark.full)], ids=str)
+def test_two_processes_learn_from_the_rewards_of_one(mesh, recipe, tmp_path):
+    """Tokens, losses, and answers to held-out rows; the first process alone calls the rewards."""
+    (tmp_path / "mine.py").write_text(REWARDS)
+    even = f"{tmp_path}/mine.py:even"
+    wanted = [f"objective={{name: grpo, reward_funcs: ['{even}'], num_generations: 4, max_completion_length: 6}}"]
+    wanted += ["rows_per_step=8", "steps=3", "precision=fp32", "memory.plan=keep", "adapter.lora_dropout=0"]
+    wanted += [f"evaluation={{generate: ['{even}'], generate_rows: 5, temperature: 0.9, max_new_tokens: 4}}"]
+    wanted += ["data.train_on=responses", "data.length=64", "export.adapter=false"]
+    alone, output = tmp_path / "alone", tmp_path / "run"
+    assert cli.main(["train", str(recipe), f"output={alone}", *wanted, "mesh={data: 1, fsdp: 1}"]) == 0
+    over = [*wanted, "mesh=" + json.dumps(mesh).replace('"', "")]
+    ended = run_all(recipe, output, over, [("none", 0), ("none", 0)])
+    assert [code for code, _ in ended] == [0, 0], ended
+    found, expected = rewards_of(output), rewards_of(alone)
+    assert found[-1] == expected[-1] and len(found) == len(expected)
+    for line, other in zip(found[:-1], expected[:-1], strict=True):
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
 @pytest.mark.parametrize("index", range(5))
 def test_what_all_need_is_written_once_for_each_folder(index, monkeypatch):
     """Processes 0, 1 and 4 share the first one's folder; 2 and 3, on another host, share another one."""

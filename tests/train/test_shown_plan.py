@@ -85,3 +85,23 @@ def test_a_plan_from_shapes_refuses_what_the_run_does(capsys):
     ):
         assert cli.main(["train", "lora-0.5b", "--plan", "plan.device=RTX 4090", *changes]) == cli.USER_ERROR
         assert words in capsys.readouterr().err
+
+
+def test_slots_of_a_run_that_divides_weights_are_planned_from_a_device_s_share(capsys):
+    """Those of two small devices, of which one alone holds no model; and a plan without room for one is refused."""
+    grpo = "objective={name: grpo, reward_funcs: [brevity], num_generations: 8, max_completion_length: 256}"
+    plan = ["train", "lora-8b", "--plan", "plan.device=H200", grpo, "rows_per_step=16", "data.length=512"]
+    small = [*plan, "memory.budget_gb=13"]
+    assert cli.main(small) == cli.USER_ERROR
+    assert "GB" in capsys.readouterr().err
+    assert cli.main([*small, "mesh.fsdp=2"]) == 0
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert "gathered weights" in text and "sampling between two steps: 8 slots of 512 tokens" in text
+    # All layers stay whole where there is memory, which leaves as much for slots as one device has.
+    assert cli.main([*plan, "memory.budget_gb=22", "mesh.fsdp=2", "memory.plan=keep; resident=32"]) == 0
+    shown = capsys.readouterr()
+    whole = shown.out + shown.err
+    assert "gathered weights" not in whole and "sampling between two steps: 8 slots" in whole
+    assert cli.main([*plan, "memory.budget_gb=17.5", "mesh.fsdp=2", "memory.plan=recompute; resident=32"]) == 0
+    assert "sampling between two steps: 4 slots" in "".join(capsys.readouterr())

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.heads import SCORE
 from jaxtune.models.lora import get_peft_model
-from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, MeshConfig, OptimConfig
+from jaxtune.train.config import CheckpointConfig, DataConfig, OptimConfig
 from jaxtune.train.config.objective import _OPTIONS, ObjectiveConfig
 from jaxtune.train.objectives.named import PREFERENCES
 from jaxtune.train.objectives.sft import SFT
@@ -47,8 +47,6 @@ def test_it_is_declared_planned_and_checked(tmp_path):
     assert needs.sampler == "objective = BetterAnswers" and needs.reference_runs == 1
     assert trainer.planner.cost.reference_runs == 1 and isinstance(trainer.batches, Answers)
     assert trainer.batches.identity() == {"prompts": [list(TOKENIZER(prompt)["input_ids"]) for prompt in PROMPTS]}
-    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = BetterAnswers samples from the model"):
-        trainer_of(tmp_path / "run", mesh=MeshConfig(fsdp=2))
     with pytest.raises(ValueError, match="objective = BetterAnswers: its prompts are one set of rows"):
         trainer_of(tmp_path / "run", [([{"prompt": "a"}], 1.0)])
 
@@ -71,8 +69,6 @@ def test_a_config_names_it_by_two_entries(tmp_path, monkeypatch):
     monkeypatch.setitem(PREFERENCES, "better", BetterAnswers)
     config = make_config(tmp_path, objective=ObjectiveConfig("better"))
     assert decided_objective(config) == BetterAnswers() and StepSpec.of(config).needs.samples
-    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective = BetterAnswers samples from the model"):
-        decided_objective(dataclasses.replace(config, mesh=MeshConfig(fsdp=2)))
 
 
 def test_an_objective_that_samples_and_says_not_how_is_told_what_to_define(tmp_path):

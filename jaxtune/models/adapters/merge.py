@@ -272,10 +272,11 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
 
 def _has_room(model: Decoder) -> bool:
     """Whether the model is on one device with enough free memory to verify logits while tensors are written."""
+    if _is_divided(model):  # whose first device another process may have
+        return False
     leaf = next(leaf for leaf in jax.tree.leaves(nnx.state(model)) if isinstance(leaf, jax.Array))
     device = next(iter(leaf.devices()))  # the set is the sharding's own, so nothing is taken out of it
-    memory = device.memory_stats()
-    if _is_divided(model) or not memory:
+    if not (memory := device.memory_stats()):
         return False
     return memory["bytes_limit"] - memory["bytes_in_use"] > 4 * merge_bytes(model)[0]
 

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.division import share_of
 from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import (
     Constraint,
@@ -98,8 +99,8 @@ def generate(
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
-    Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, divided
-    weights, a model that scores texts, too little memory, or a constraint that fails.
+    Raises ValueError for an empty or too long prompt, ids outside the vocabulary, a setting out of range, a model that
+    scores texts, too little memory, a constraint that fails, or deterministic log-probabilities over divided weights.
     """
     config = model.config
     if not config.head.is_text:
@@ -124,12 +125,13 @@ def generate(
     constraints = constraints_of(constraints, len(rows), "generate")
     if deterministic and output_logprobs and any(each is not None for each in pictures):
         raise ValueError("generate: deterministic log-probabilities of prompts with pictures are not supported")
-    partition.require_undivided(nnx.state(model), "generate")
+    if deterministic and output_logprobs:
+        partition.require_undivided(nnx.state(model), "generate: deterministic log-probabilities")
     sampler = Sampler(
         model,
         _SLOTS_OF_SAME_BITS if deterministic else None,
         max(limits),
-        most_slots=min(_bucket(len(rows), 1), _MOST_SLOTS),
+        most_slots=share_of(nnx.state(model), min(_bucket(len(rows), 1), _MOST_SLOTS)),
         deterministic=deterministic,
         tokens_per_round=1 if streamer is not None else 8,
         prefix_bytes=None if deterministic else worthwhile_bytes(rows),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,11 @@ from flax import nnx
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
+from jaxtune.models.generation.exchanged import is_wide, linears_of_step
+from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.placement import partition
+from jaxtune.models.placement.gathers import gather
 from jaxtune.models.placement.streams import Arrivals, with_arrived
 from jaxtune.pallas.attention import PackedLayout
 
@@ -41,21 +46,22 @@ def through_layers(
     batch_invariant: a row must have the same bits beside any other rows.
     """
     x, new_states, shared = model.embed(tokens), [], {}
-    weights = _Streamed([state for _, *state in splits])
     layers = list(zip(model.layers, model.config.layers, strict=True))
     plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
-    if tokens.shape[1] == 1 and plain:
+    plain &= tokens.shape[1] == 1
+    weights = _Coming([state for _, *state in splits], [_staying(layer) if plain else set() for layer in model.layers])
+    if plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
         stream = plain_layer.first_stream(model.layers[0], x[:, 0])
-        for (graph, *_), (_, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
+        for (graph, *_), (layer, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
             weight = norm.weight[...]
-            stream, state = weights.next(stream)
+            stream, state = weights.next(stream.of(is_wide(layer), len(tokens)))
             stream, layer_state = _plain_step(
                 graph, spec, batch_invariant, *state, stream, tables, layer_state, positions, real, weight
             )
             stream = jax.lax.optimization_barrier(stream)
             new_states.append(layer_state)
-        return stream.normed[:, None], new_states
+        return stream.of(False, len(tokens)).normed[:, None], new_states
     decoder_values = model.per_layer_inputs(tokens, x) or [{}] * len(model.layers)
     for (graph, *_), (layer, spec), layer_state, layer_values in zip(
         splits, layers, states, decoder_values, strict=True
@@ -70,20 +76,40 @@ def through_layers(
     return model.norm(x), new_states
 
 
-class _Streamed:
-    """Layers' weights in turn; copies of later ones that stream begin with a layer's input."""
+def _staying(layer: Block) -> set[int]:
+    """The ids of arrays of Shards by which a step multiplies as they are."""
+    return {id(shard.array) for linear in linears_of_step(layer) for shard in partition.shards(linear.stored_weight)}
 
-    def __init__(self, weights: list):
-        self._weights, self._arrivals, self._layer = weights, Arrivals(weights), 0
+
+class _Coming:
+    """Layers' weights in turn. Copies of later ones that stream begin with a layer's input, and so do gathers of the
+    next one's Shards.
+
+    staying: of each layer the ids of arrays that are not gathered.
+    """
+
+    def __init__(self, weights: list, staying: Sequence[Collection[int]]):
+        self._weights, self._staying = weights, staying
+        self._arrivals, self._layer = Arrivals(weights), 0
+        self._gathered = list(map(gather, self._gathers(0)))
 
     def next[X](self, x: X) -> tuple[X, list]:
         """(a layer's input, its weights)"""
         layer, self._layer = self._layer, self._layer + 1
-        weights = with_arrived(self._weights[layer], self._arrivals.take(layer))
-        if beside := self._arrivals.beside(layer):
-            x, beside = jax.lax.optimization_barrier((x, beside))
-            self._arrivals.arrive(layer, jax.device_put(beside, jax.memory.Space.Device))
+        weights, staying = with_arrived(self._weights[layer], self._arrivals.take(layer)), self._staying[layer]
+        gathered = iter(self._gathered)
+        shards = partition.shards(weights)
+        weights = partition.with_whole(weights, [s if id(s.array) in staying else next(gathered) for s in shards])
+        beside, gathers = later = self._arrivals.beside(layer), self._gathers(layer + 1)
+        if jax.tree.leaves(later):
+            x, (beside, gathers) = jax.lax.optimization_barrier((x, later))
+        self._arrivals.arrive(layer, jax.device_put(beside, jax.memory.Space.Device))
+        self._gathered = list(map(gather, gathers))
         return x, weights
+
+    def _gathers(self, layer: int) -> list[partition.Shard]:
+        shards = partition.shards(self._weights[layer : layer + 1])
+        return [shard for shard in shards if id(shard.array) not in self._staying[layer]]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -5,6 +5,7 @@ stream, also across layers; another norms, rotates and caches a token's heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.generation.exchanged import is_wide, part_of, sent_back, stays_divided
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
@@ -21,6 +23,7 @@ from jaxtune.models.layers.routers import Router
 from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
+from jaxtune.models.placement import gathers
 from jaxtune.pallas.decode.few_rows import (
     added_norm,
     added_norm_coded,
@@ -32,6 +35,7 @@ from jaxtune.pallas.decode.few_rows import (
     products,
 )
 from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.quant_matmul import LoraWeights, few_product, fp8_few
 from jaxtune.pallas.quant_matmul.fp8_few import Coded
 
@@ -49,6 +53,13 @@ class Stream(NamedTuple):
     x: jax.Array  # [N, hidden]
     normed: jax.Array  # [N, hidden]: x after the norm of what reads it next, a part of a layer or the head
     coded: Coded | None = None  # normed in e4m3, where FP8 products of codes read it
+
+    def of(self, wide: bool, rows: int) -> Stream:
+        """For the rows of all devices that divide weights, or this device's, which are `rows`."""
+        if wide == (len(self.x) > rows):
+            return self
+        moved = gathers.rows_of_all if wide else functools.partial(gathers.own_of_all, rows=rows)
+        return Stream(moved(self.x), moved(self.normed))
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
@@ -106,7 +117,7 @@ def step(
     updated caches}).
 
       block: a layer for which `is_plain` holds.
-      stream: [N, hidden], with the norm before attention.
+      stream: [N, hidden], with the norm before attention; of the rows of all devices if the layer `is_wide`.
       state: {"mixer": (keys, values)}, each [N, kv_heads, capacity, head_dim].
       positions: int32[N], positions; -1 for a row that does not decode.
       context: its layout has the rotary tables of `positions`.
@@ -120,19 +131,23 @@ def step(
     head_options, norms = options, None
     if attention.config.qk_norm:
         head_options, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
-    in_linears = [getattr(attention, name) for name in attention.in_matrices]
-    heads = tap("query, key, value", _parts(stream.normed, in_linears, stream.coded))
-    mlp_in = _gate_and_up(block.parts["mlp"])
+    linears, wide = [getattr(attention, name) for name in attention.in_matrices], is_wide(block)
+    of_heads = _own_products(stream.normed, linears) if wide else _parts(stream.normed, linears, stream.coded)
     masking = attention.options(context.spec.window)
     masking |= dict(batch_invariant=batch_invariant, dtype=stream.x.dtype)
+    heads = tap("query, key, value", of_heads)
     out, keys, values = attended(heads, *state["mixer"], positions, table, norms, **head_options, **masking)
-    out = tap("attention", out)
-    partial_sums = tap("output", _parts(out.reshape(len(out), -1), [attention.o_proj]))
-    x, normed, coded = _added(stream.x, partial_sums, norm.weight[...], options, mlp_in)
-    of_mlp = Stream(tap("stream", x), tap("norm", normed), coded)
-    partial_sums = tap("down", _feed_forward(block.parts["mlp"], of_mlp, context, tap))
-    # The next layer's are expected to be as this one's.
-    return _added(of_mlp.x, partial_sums, next_weight, options, in_linears), {"mixer": (keys, values)}
+    out, mlp = tap("attention", out).reshape(len(out), -1), block.parts["mlp"]
+    if wide:
+        partial_sums = _columns_of_all(gathers.rows_of_all(out), attention.o_proj)
+    else:
+        partial_sums = _parts(out, [attention.o_proj])
+    stream = _normed(stream.x, tap("output", partial_sums), norm.weight[...], options, _gate_and_up(mlp))
+    stream = Stream(tap("stream", stream.x), tap("norm", stream.normed), stream.coded)
+    partial_sums = _of_all_rows(mlp, stream.normed) if wide else _feed_forward(mlp, stream, context, tap)
+    # The next layer's linears are expected to be as this one's.
+    stream = _normed(stream.x, tap("down", partial_sums), next_weight, options, linears)
+    return stream, {"mixer": (keys, values)}
 
 
 def first_stream(block: Block, x: jax.Array) -> Stream:
@@ -142,7 +157,7 @@ def first_stream(block: Block, x: jax.Array) -> Stream:
     return Stream(x, normed, None if blocks is None else fp8_few.rounded(normed, blocks))
 
 
-def _added(x, partial_sums, weight, options: dict, linears: Sequence[Linear]) -> Stream:
+def _normed(x, partial_sums, weight, options: dict, linears: Sequence[Linear]) -> Stream:
     """linears: what reads the norm."""
     blocks = _rounding(linears, x)
     if blocks is None:
@@ -154,7 +169,7 @@ def _rounding(linears: Sequence[Linear], x, activation: str | None = None) -> bo
     """Whether fp8_few reads x [N, in] rounded in blocks (True) or rows (False) to multiply it by the linears; None: it
     does not.
     """
-    if not all(_is_only_fp8(linear, x.dtype) for linear in linears):
+    if not linears or not all(_is_only_fp8(linear, x.dtype) and not stays_divided(linear) for linear in linears):
         return None
     weights = [linear.stored_weight for linear in linears]
     return None if fp8_few.refusal(weights, x.dtype, len(x), activation) else fp8_few.in_blocks(weights)
@@ -169,6 +184,8 @@ def _gate_and_up(feed_forward) -> list[Linear]:
 
 def _feed_forward(feed_forward, stream: Stream, context: Context, tap: Tap) -> jax.Array:
     """[splits, N, hidden], partial sums that the kernel of the residual stream adds up."""
+    if type(feed_forward) is MLP and stays_divided(feed_forward.down_proj):
+        return _of_divided(feed_forward, stream.normed)
     if linears := _gate_and_up(feed_forward):
         gate, up = linears
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
@@ -198,6 +215,35 @@ def _feed_forward(feed_forward, stream: Stream, context: Context, tap: Tap) -> j
             if "choice" in segment.outputs:
                 values["choice"] = tap("choice", values["choice"])
     return values[OUTPUT][None, :, 0]
+
+
+def _of_divided(mlp: MLP, x: jax.Array) -> jax.Array:
+    """The feed-forward [1, N, hidden] of x, normed, whose weights devices divide."""
+    if mlp.config.fused_gate_up:
+        gate, up = jnp.split(_exchanged(x, [mlp.gate_up_proj])[0], 2, axis=-1)
+    else:
+        gate, up = _exchanged(x, [mlp.gate_proj, mlp.up_proj])
+    return _parts(ACTIVATIONS[mlp.config.activation](gate) * up, [mlp.down_proj])
+
+
+def _of_all_rows(mlp: MLP, rows: jax.Array) -> jax.Array:
+    """The feed-forward [1, R, hidden] of the normed rows of all devices, each of which has a part of the weights."""
+    activation, linears = mlp.config.activation, [part_of(mlp.gate_proj), part_of(mlp.up_proj)]
+    gated = None
+    if all(_is_plain(linear, rows.dtype) for linear in linears):
+        gate, up = (linear.weight[...] for linear in linears)
+        gated = gated_product(rows, gate, up, activation, _adapters(linears))
+    elif all(_is_only_codes(linear, rows.dtype) for linear in linears):
+        gated = few_product(rows, [linear.stored_weight for linear in linears], activation)
+    if gated is None:
+        gate, up = apply_fused(rows[:, None], tuple(linears))
+        gated = (ACTIVATIONS[activation](gate) * up)[:, 0]
+    return _columns_of_all(gathers.columns_of_all(gated), mlp.down_proj)
+
+
+def _columns_of_all(rows: jax.Array, linear: Linear) -> jax.Array:
+    """The product [1, R, out] of the rows of all devices, each of which has a part of the weight."""
+    return gathers.columns_of_all(_added(_parts(rows, [part_of(linear)]), rows.dtype))[None]
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context, tap: Tap) -> jax.Array | None:
@@ -255,6 +301,8 @@ def _parts(x: jax.Array, linears: Sequence[Linear], coded: Coded | None = None) 
     """Products of x [N, in] with several linears, concatenated: partial sums [splits, N, sum of out]; splits is 1
     unless all are plain or FP8 products. coded: x in e4m3, as such products read it.
     """
+    if any(map(stays_divided, linears)):
+        return jnp.concatenate(_exchanged(x, linears), axis=-1)[None]
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     if all(_is_only_codes(linear, x.dtype) for linear in linears):
@@ -265,3 +313,26 @@ def _parts(x: jax.Array, linears: Sequence[Linear], coded: Coded | None = None) 
         weights = [linear.stored_weight for linear in linears]
         return fp8_few.product(fp8_few.rounded(x, blocks) if coded is None else coded, weights)
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]
+
+
+def _exchanged(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """`_parts` of linears of which devices divide some: [N, out] of each."""
+    divided = [linear for linear in linears if stays_divided(linear)]
+    outs = iter(_sent_back(gathers.rows_of_all(x), divided))
+    return [next(outs) if stays_divided(linear) else _added(_parts(x, [linear]), x.dtype) for linear in linears]
+
+
+def _sent_back(rows: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """The products [N, out] of this device's rows with linears that devices divide. rows: [R, in], of all devices."""
+    products_of_parts = _added(_parts(rows, list(map(part_of, linears))), rows.dtype)
+    return sent_back(products_of_parts, [linear.sizes[0] for linear in linears])
+
+
+def _own_products(rows: jax.Array, linears: Sequence[Linear]) -> jax.Array:
+    """`_sent_back` side by side, [1, N, sum of out]."""
+    return jnp.concatenate(_sent_back(rows, linears), axis=-1)[None]
+
+
+def _added(partial_sums: jax.Array, dtype) -> jax.Array:
+    """[N, out] of [splits, N, out], rounded to dtype."""
+    return partial_sums[0] if len(partial_sums) == 1 else partial_sums.sum(0).astype(dtype)

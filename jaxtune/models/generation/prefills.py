@@ -96,6 +96,7 @@ class Prefills:
         more patches; not with one_at_a_time.
       gated: whether rows may have adapters.
       prefix_bytes: for the states of prompts' beginnings; 0: nothing is stored, with the same pieces; None: nothing is.
+      devices: that share the rows of a program, of `chunk` tokens each; nothing is packed for several.
 
     Attributes:
       switch: the row length above which a longrope model needs other states, or slots.NEVER.
@@ -112,6 +113,7 @@ class Prefills:
         ready: Ready,
         gated: bool = False,
         prefix_bytes: int | None = None,
+        devices: int = 1,
     ):
         self._programs, self._one = programs, one_at_a_time
         self._exact: dict[tuple[int, int], tuple[int, int]] = {}  # results of _chosen that no later program changes
@@ -120,7 +122,8 @@ class Prefills:
         layers = structure.model(shapes).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
         alone = not any(layer.takes or layer.gives for layer in layers)
-        self._packs = not one_at_a_time and alone and all(type(mixer) is Attention for mixer in mixers)
+        self._devices = devices
+        self._packs = not one_at_a_time and devices == 1 and alone and all(type(mixer) is Attention for mixer in mixers)
         config = structure.config
         originals = (
             rope.original_max_position_embeddings or config.max_position_embeddings
@@ -236,11 +239,12 @@ class Prefills:
             candidates = [first]
         alike = [request for request in candidates if _padded(count) <= _padded(len(request.tokens) - 1) <= width]
         rows = max(1, self._chunk // width)
-        # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
-        full = len(alike) >= rows and not self._one
+        # Either a full batch or a single prompt, or one a device; any other number would need a program of its own.
+        full = len(alike) >= rows * self._devices and not self._one
         full = full and self._ready.choose(_batch_sizes(rows, width, capacity), ()) == 0
-        batch_requests = alike[: rows if full else 1]
-        states = self._prefill(leaves, batch_requests, width, width, width)
+        batch_requests = alike[: (rows if full else 1) * (1 if self._one else self._devices)]
+        count = (rows if full else 1) * self._devices if len(batch_requests) > 1 else 1
+        states = self._prefill(leaves, batch_requests, width, width, width, rows=count)
         self._keep(Batch(states, {r.key: i for i, r in enumerate(batch_requests)}))
         return width * len(batch_requests)
 
@@ -365,13 +369,20 @@ class Prefills:
         return None
 
     def _prefill(
-        self, leaves, requests: Sequence[Request], count: int, capacity: int, width: int, patches: int = 0
+        self,
+        leaves,
+        requests: Sequence[Request],
+        count: int,
+        capacity: int,
+        width: int,
+        patches: int = 0,
+        rows: int = 1,
     ) -> device.States:
         """States after `count` tokens of each request, never its newest, which the first decoding step reads; padded to
-        `width`. One with pictures is alone, and they are padded to `patches`.
+        `width`, and to `rows` rows. One with pictures is alone, and they are padded to `patches`.
         """
-        tokens = np.zeros((len(requests), width), np.int32)
-        lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
+        tokens = np.zeros((rows, width), np.int32)
+        lengths, totals = np.ones(rows, np.int32), np.ones(rows, np.int32)
         for row, request in enumerate(requests):
             prompt = request.tokens[:-1][:count]
             tokens[row, : len(prompt)] = prompt
@@ -381,7 +392,7 @@ class Prefills:
             arguments = *arguments, *pictures.padded(tokens.shape[1], patches)
         elif self._gated:
             arguments = *arguments, None, None
-        return self._programs.prefill(self._structure, capacity, *arguments, *self._adapters(requests, len(requests)))
+        return self._programs.prefill(self._structure, capacity, *arguments, *self._adapters(requests, rows))
 
     def _adapters(self, requests: Sequence[Request], count: int) -> tuple[np.ndarray, ...]:
         """The last argument of programs: int32[count], the requests' adapters; none if there are none."""

@@ -30,6 +30,7 @@ from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapter
 from jaxtune.models.generation.converted import Converted, convertible_of, picture_bytes
+from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.limits import MOST_BIASES, NO_MASK
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
@@ -71,7 +72,7 @@ from jaxtune.models.generation.structure import Structure, flattened, shapes_of,
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement.streams import arriving_bytes
 from jaxtune.models.programs.kept import Prepared
-from jaxtune.system import lifetimes, timing, waiting
+from jaxtune.system import lifetimes, processes, timing, waiting
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _FEWEST_BIASES = 8  # and that of biases
@@ -136,7 +137,8 @@ class Sampler:
     Args:
       model: its arrays are used, not copied, apart from plain adapters and converted weights. With shapes in place of
         arrays, as from_pretrained gives `beside`, only `prepare` works, until `update`.
-      slots: None: `most_slots`, halved until there is memory.
+      slots: None: `most_slots`, halved until there is memory. Of a model whose weights devices divide (`mesh.fsdp`), on
+        each device.
       length: tokens of a row with its prompt. None: as many as there is memory for. Caches grow in buckets up to the
         longest requested row.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
@@ -171,8 +173,10 @@ class Sampler:
       more_come: set it while requests are about to be submitted: with `first_at_once` rounds then have one step, after
         which these are prefilled.
 
-    Raises ValueError for a model that scores texts, divided weights, too little memory or positions, or as
-    `load_adapter`.
+    Over divided weights all devices decode, each its own slots; `adapters`, `compiles_beside`, `prepare` and `score`
+    are refused, and no beginnings of prompts are stored. In several processes all make the same calls in one order.
+
+    Raises ValueError for a model that scores texts, too little memory or positions, or as `load_adapter`.
     """
 
     def __init__(
@@ -214,15 +218,22 @@ class Sampler:
             self._bank, self._adapters[name] = self._with_adapter(name, adapter)
         self._cache = cache
         self._structure, self._leaves = flattened(with_cache(self._bank.model(), cache))
+        self._division = Division.of(self._leaves)
+        if self._division is not None:
+            self._require_whole("adapters", bool(adapters) or adapter_ranks is not None)
+            self._require_whole("compiles_beside", compiles_beside)
+            prefix_bytes = None
         self._gated, self._newest = bool(self._bank), self._adapter_number  # the last adapter in these arrays
         self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
         self._shapes = shapes_of(self._leaves)
         adapter_bytes = max(self._bank.bytes, 0 if adapter_ranks is None else self._bank.bytes_of(adapter_ranks))
         room = room_bytes(memory_share) if free_bytes is None else (free_bytes - self._bank.bytes) * memory_share
+        if self._division is not None and self._division.spans_processes:
+            room = processes.smallest(room)
         arriving = arriving_bytes(model.layers)
         room = None if room is None else room - (adapter_bytes - self._bank.bytes) - arriving
         convertible = None
-        if not deterministic and not arriving:
+        if not deterministic and not arriving and self._division is None:
             convertible = convertible_of(self._structure, self._shapes, prefill_tokens, most_converted)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
@@ -236,13 +247,17 @@ class Sampler:
             lambda tokens: picture_bytes(self._structure, self._shapes, tokens),
         )
         self.plan = dataclasses.replace(self.plan, adapter_bytes=adapter_bytes)
-        self._programs = device.programs_of(deterministic, self.plan.slots)
+        if self._division is None:
+            self._programs, count = device.programs_of(deterministic, self.plan.slots), self.plan.slots
+        else:
+            self._programs = self._division.programs(deterministic, self.plan.slots)
+            count = self.plan.slots * self._division.devices
         self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
         if self._converted is not None:
             self._structure, self._leaves = self._converted.of(self._structure, self._leaves)
             self._shapes = shapes_of(self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
-        count, alone = self.plan.slots, deterministic or prefills_alone
+        alone = deterministic or prefills_alone
         at_once = prefilled_at_once(self.plan, room, prefill_tokens)
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
         self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
@@ -261,6 +276,7 @@ class Sampler:
             ready=self._ready,
             gated=self._gated,
             prefix_bytes=None if prefix_bytes is None else self.plan.prefix_bytes,
+            devices=1 if self._division is None else self._division.devices,
         )
         self._waiting: collections.deque[Request] = collections.deque()
         self._unordered = False  # whether clients must take turns anew
@@ -281,9 +297,10 @@ class Sampler:
         self._kinds: list[Kind] = []  # of the rounds so far, each once
         self._on_host = jax.default_backend() == "cpu"  # where results lie in the host's memory already
         self._number, self._capacity, self._states, self._seen = 0, 0, None, None
-        self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
-        self._unchanged = jnp.zeros(count, bool), jax.tree.map(jnp.copy, self._live)  # for rounds without changes
-        self._changed, self._new_live = np.zeros(count, bool), jax.tree.map(np.array, self._live)
+        self._changed = np.zeros(count, bool)
+        self._new_live = device.Live(*(np.zeros(count, dtype) for dtype in (np.int32, np.int32, bool)))
+        self._live = self._put(jax.tree.map(np.copy, self._new_live))
+        self._unchanged = self._put((self._changed.copy(), jax.tree.map(np.copy, self._new_live)))  # without changes
         if compiles_beside:  # as every program's kind may have them
             self._rows = self._rows._replace(adjustments=device.empty_adjustments(count, _FEWEST_BIASES))
         self._longest = length_bucket(self.plan.length)
@@ -554,6 +571,7 @@ class Sampler:
         each); also while rows decode. adapter: its name. ValueError: as `submit`.
         """
         self._require_arrays("score")
+        self._require_whole("score")
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         if len(tokens) > self.plan.length:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
@@ -853,6 +871,17 @@ class Sampler:
 
     # ---- memory
 
+    def _put[T](self, tree: T) -> T:
+        """Arrays of the host whose first axis is the slot, on the devices."""
+        return jax.device_put(tree) if self._division is None else self._division.put(tree)
+
+    def _require_whole(self, what: str, asked: bool = True) -> None:
+        if self._division is not None and asked:
+            raise ValueError(
+                f"Sampler: {what}: the model's weights are divided over {self._division.devices} devices, as a run "
+                "with mesh.fsdp leaves them: save the model and load it (from_pretrained)"
+            )
+
     def _bytes(self, slots: int, length: int) -> int:
         return slot_bytes(self._structure, self._shapes, slots, length)
 
@@ -871,7 +900,11 @@ class Sampler:
 
     def _grow(self, capacity: int) -> None:
         if self._states is None:
-            self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
+            of_slots = self._structure, self._shapes, len(self._slots), capacity
+            if self._division is None:
+                self._states = device.empty_states(*of_slots)
+            else:
+                self._states = self._division.put(device.states_shape(of_slots[0], tuple(of_slots[1]), *of_slots[2:]))
         else:
             if self._ready.beside:  # the programs that insert what is prefilled may not be ready
                 self._prefills.forget_batches()
@@ -890,6 +923,7 @@ class Sampler:
         """Loads or compiles, at the same time, the programs of usual rows, and allocates the slots' caches, with
         `compiles_beside` in their whole length if a longer cache takes a step no longer.
         """
+        self._require_whole("prepare")
         self._switch()
         capacities = self._usual_capacities()
         rounds = [(self._steps, False)] + [(1, False), (1, True)] * self._first_at_once
@@ -958,8 +992,8 @@ class Sampler:
             self._ready.choose([exact], ())
         return size or (exact if masks or steps == self._steps else self._of_round(self._steps, masks))
 
-    def _empty_seen(self) -> jax.Array:
-        return jnp.zeros((len(self._slots), self.config.vocab_size), jnp.int32)
+    def _empty_seen(self) -> device.Array:
+        return self._put(np.zeros((len(self._slots), self.config.vocab_size), np.int32))
 
     # ---- rounds
 
@@ -1032,7 +1066,7 @@ class Sampler:
             (due if is_due else self._pieces).append(piece)
         return due
 
-    def _seen_of(self, kind: Kind) -> jax.Array | None:
+    def _seen_of(self, kind: Kind) -> device.Array | None:
         if kind.penalises and self._seen is None:
             self._seen = self._empty_seen()
         return self._seen if kind.penalises else None
@@ -1041,7 +1075,7 @@ class Sampler:
         """Of a round's rows, what the device has not yet is sent."""
         rows = self._sent_rows or jax.tree.map(np.copy, self._rows)  # the host changes its arrays
         if rows is self._sent_rows and isinstance(rows.start, np.ndarray):
-            rows = jax.device_put(rows)  # not before the second round, as it takes the host 2 ms
+            rows = self._put(rows)  # not before the second round, as it takes the host 2 ms
         self._sent_rows = rows
         adjustments, adapter = rows.adjustments if kind.adjusts else None, rows.adapter if self._gated else None
         return rows._replace(adjustments=adjustments, adapter=adapter)

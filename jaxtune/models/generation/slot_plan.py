@@ -85,15 +85,15 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
     return state_bytes + 16 * slots * structure.config.vocab_size
 
 
-def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, deterministic: bool = False) -> SlotPlan:
-    """The slots with which a sampler would run rows. Raises ValueError if no slot fits or the model has too few
-    positions.
+def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, converts: bool = True) -> SlotPlan:
+    """The slots of a device with which a sampler would run rows. Raises ValueError if no slot fits or the model has too
+    few positions.
 
       model: arrays or jax.ShapeDtypeStructs.
       room_bytes: free device memory, less that of a prefill with pictures.
       length: tokens of a row, prompt and answer.
       most_slots: more are not tried.
-      deterministic: no layers are converted.
+      converts: whether layers may be converted: not with `deterministic`, nor of divided weights.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -103,7 +103,7 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, d
     def bytes_of(slots: int, tokens: int) -> int:
         return slot_bytes(structure, shapes, slots, tokens)
 
-    convertible = None if deterministic else convertible_of(structure, shapes, PREFILL_TOKENS, None)
+    convertible = convertible_of(structure, shapes, PREFILL_TOKENS, None) if converts else None
     return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots, convertible)
 
 

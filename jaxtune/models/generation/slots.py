@@ -39,6 +39,7 @@ from jaxtune.models.generation.structure import Structure
 from jaxtune.models.generation.xla_options import prompt_options, sampler_options
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.placement import gathers, partition
 from jaxtune.models.placement.streams import Arrivals, with_arrived
 from jaxtune.models.programs.kept import Function
 from jaxtune.models.rope import rotary_tables
@@ -127,16 +128,16 @@ type Emitted = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array
 class Programs(NamedTuple):
     """The compiled functions of the sampler."""
 
-    prefill: Function  # _prefill: the states after prompts
-    pack: Function  # _pack: the states after several prompts that were concatenated in one row
-    extend: Function  # _extend: the states after one more piece of long prompts
-    insert: Function  # _insert: copies prefilled states into slots, whose old states are donated
-    # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
+    prefill: Function  # prefill: the states after prompts
+    pack: Function  # pack: the states after several prompts that were concatenated in one row
+    extend: Function  # extend: the states after one more piece of long prompts
+    insert: Function  # insert: copies prefilled states into slots, whose old states are donated
+    # decode: the next tokens of all slots, whose states, `live` and `seen` are donated
     decode: Function
     # the two halves of a step whose masks depend on the newest tokens, so that the host makes them meanwhile
-    logits: Function  # _logits, with donated states and `live`
-    choose: Function  # _choose, with donated `live` and `seen`
-    grow: Function  # _grown: an array with a longer axis
+    logits: Function  # logits, with donated states and `live`
+    choose: Function  # choose, with donated `live` and `seen`
+    grow: Function  # grown: an array with a longer axis
     mark: Function  # _marked: `seen` with other counts of one slot; donated
 
 
@@ -154,14 +155,14 @@ def programs(same_choices: bool, many_rows: bool) -> Programs:
     """
     of_steps, of_prompts = sampler_options(same_choices, many_rows), prompt_options(same_choices)
     return Programs(
-        Function(_prefill, 2, options=of_prompts),
-        Function(_pack, 2, options=of_prompts),
-        Function(_extend, 1, donated=(1,), options=of_prompts),
-        Function(_insert, 0, donated=(0,), options=of_steps),
-        Function(functools.partial(_decode, same_choices), 3, donated=(1, 2, 3), options=of_steps),
-        Function(functools.partial(_logits, same_choices), 1, donated=(1, 2), options=of_steps),
-        Function(_choose, 2, donated=(1, 2), options=of_steps),
-        Function(_grown, 1),
+        Function(prefill, 2, options=of_prompts),
+        Function(pack, 2, options=of_prompts),
+        Function(extend, 1, donated=(1,), options=of_prompts),
+        Function(insert, 0, donated=(0,), options=of_steps),
+        Function(functools.partial(decode, same_choices), 3, donated=(1, 2, 3), options=of_steps),
+        Function(functools.partial(logits, same_choices), 1, donated=(1, 2), options=of_steps),
+        Function(choose, 2, donated=(1, 2), options=of_steps),
+        Function(grown, 1),
         Function(_marked, 0, donated=(0,)),
     )
 
@@ -193,7 +194,7 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
 @functools.lru_cache(64)
 def _row_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], capacity: int) -> States:
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
-    return jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
+    return jax.eval_shape(functools.partial(prefill, structure, capacity), list(shapes), tokens, counts, counts)
 
 
 def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], slots: int, capacity: int) -> bool:
@@ -217,14 +218,14 @@ def logits_shape(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], s
     """Of the logits of a decoding step."""
 
     def of_hidden(leaves, hidden):
-        return _with_head_of_step(structure.model(leaves), slots).logits(hidden)[:, 0]
+        return _head_of_step(structure, leaves, slots)(hidden)[:, 0]
 
     hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), structure.model(shapes).dtype)
     with dispatch.unchecked():
         return jax.eval_shape(of_hidden, list(shapes), hidden)
 
 
-def _prefill(
+def prefill(
     structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None, adapters=None
 ) -> States:
     """The states, with room for `capacity` tokens, after the first lengths[i] tokens of each row i, by the forward pass
@@ -248,14 +249,14 @@ def _prefill(
         return _forward(model, tokens, layout, first_state, pictures)
 
 
-def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals, adapters=None) -> States:
+def pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals, adapters=None) -> States:
     """The states of G prompts, a row for each, that were concatenated in one row and do not see each other. Mixers must
     all be attention, and layers exchange nothing.
 
       width: the most tokens of a prompt.
       tokens: int32[1, T], prompts without their last token.
       starts, lengths: int32[G], first indices, ascending, and tokens; T and 0 for none.
-      totals, adapters: int32[G], as for `_prefill`.
+      totals, adapters: int32[G], as for `prefill`.
     """
     model, length = structure.model(leaves), tokens.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
@@ -294,18 +295,20 @@ def _forward(
     x = model.embed(tokens)
     states, shared, deep = [], {}, []
     if pictures is not None:
+        gathers.gather_all(model.vision)
         x, deep = model.with_pictures(x, pictures)
     decoder_values = model.per_layer_inputs(tokens, x, pictures=pictures) or [{}] * len(model.layers)
     splits = split_layers(model)
-    arrivals = Arrivals([state for _, *state in splits])
+    weights = [state for _, *state in splits]
+    arrivals, gathered = Arrivals(weights), list(map(gathers.gather, partition.shards(weights[:1])))
     for index, ((graph, *state), spec, layer_values) in enumerate(
         zip(splits, model.config.layers, decoder_values, strict=True)
     ):
-        state = with_arrived(state, arrivals.take(index))
+        state = partition.with_whole(with_arrived(state, arrivals.take(index)), gathered)
         layer = nnx.merge(graph, *state)
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}
         residual_names = tuple(dict.fromkeys((*layer.state_reads, *layer.gives)))
-        x, residuals, *_, copies = layer_forward(
+        x, residuals, _, gathered, copies = layer_forward(
             graph,
             spec,
             residual_names,
@@ -313,6 +316,7 @@ def _forward(
             x,
             layout,
             None,
+            gathers=partition.shards(weights[index + 1 : index + 2]),
             taken=inputs,
             to_device=arrivals.beside(index),
         )
@@ -323,12 +327,12 @@ def _forward(
     return states
 
 
-def _extend(structure: Structure, leaves, states, tokens, starts, counts, totals, adapters=None) -> States:
+def extend(structure: Structure, leaves, states, tokens, starts, counts, totals, adapters=None) -> States:
     """The states (donated) after the next tokens of each row, a piece of long prompts.
 
     tokens: int32[R, C], padded at the end.
     starts, counts: int32[R], tokens that the states contain, and how many of the C there are.
-    totals, adapters: int32[R], as for `_prefill`.
+    totals, adapters: int32[R], as for `prefill`.
     """
     model = structure.model(leaves)
     choose_adapters(model, None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape))
@@ -339,7 +343,7 @@ def _extend(structure: Structure, leaves, states, tokens, starts, counts, totals
         return through_layers(model, split_layers(model), tokens, states, starts, tables, real)[1]
 
 
-def _insert(states, staged, rows, slots) -> States:
+def insert(states, staged, rows, slots) -> States:
     """Copies row rows[i] of `staged` into slot slots[i] of `states`, or nowhere if there is no such slot. Caches of
     `staged` may be shorter. rows, slots: int32[G].
     """
@@ -362,7 +366,7 @@ def _insert(states, staged, rows, slots) -> States:
     return jax.tree.map(insert_rows, states, staged)
 
 
-def _grown(shape: tuple[int, ...], state: jax.Array) -> jax.Array:
+def grown(shape: tuple[int, ...], state: jax.Array) -> jax.Array:
     """An array padded with zeros at the end of each axis to `shape`."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
@@ -380,7 +384,7 @@ def seen_counts(tokens: Sequence[int], start: int, vocab_size: int) -> np.ndarra
     return counts.astype(np.int32)
 
 
-def _decode(
+def decode(
     batch_invariant: bool,
     structure: Structure,
     kind: Kind,
@@ -426,10 +430,10 @@ def _decode(
     return states, after, seen, (tokens, logprobs, jnp.subtract(after.length, live.length), ranked)
 
 
-def _logits(
+def logits(
     batch_invariant: bool, structure: Structure, leaves, states, live: Live, changed, new_live: Live, delta, adapter
 ) -> tuple[States, Live, jax.Array]:
-    """The first half of a step of `_decode`, whose second is `_choose`: (states, live, logits [N, V or more]). delta,
+    """The first half of a step of `decode`, whose second is `choose`: (states, live, logits [N, V or more]). delta,
     adapter: as Rows has them.
     """
     live = _changed(live, changed, new_live)
@@ -439,7 +443,7 @@ def _logits(
     return states, live, logits
 
 
-def _choose(
+def choose(
     structure: Structure, kind: Kind, logits, live: Live, seen, rows: Rows
 ) -> tuple[Live, jax.Array | None, Emitted]:
     """(live, seen, Emitted) after a step with these logits."""
@@ -461,7 +465,7 @@ def _forward_of_step(
     batch_invariant: bool, structure: Structure, leaves, delta, adapter, slots: int
 ) -> Callable[[States, Live, jax.Array], tuple[jax.Array, States]]:
     """(states, live, positions int32[N]) -> (logits [N, V or more] of the next tokens, states)."""
-    model = _with_head_of_step(structure.model(leaves), slots)
+    model, head = structure.model(leaves), _head_of_step(structure, leaves, slots)
     choose_adapters(model, None if adapter is None else jnp.asarray(adapter)[:, None])
     splits = split_layers(model)
 
@@ -470,16 +474,30 @@ def _forward_of_step(
         tables = rotary_tables(model.config, index[:, None], jnp.maximum(live.length, 1)[:, None])
         new, real = live.token[:, None], live.active
         hidden, states = through_layers(model, splits, new, states, positions, tables, real, batch_invariant)
-        return model.logits(hidden)[:, 0], states
+        return head(hidden)[:, 0], states
 
     return forward
 
 
-def _with_head_of_step(model: Decoder, slots: int) -> Decoder:
+def _head_of_step(structure: Structure, leaves, slots: int) -> Callable[[jax.Array], jax.Array]:
+    """hidden states [N, 1, hidden] -> logits [N, 1, V or more]. Of a divided head each device computes the logits of
+    its part of the vocabulary for the rows of all.
+    """
+    model = structure.model(leaves)
+    head = model.head_variable
+    part = head.get_value()
+    if isinstance(part, partition.Shard):
+        assert part.axis == 0
+        head.set_value(head_of_step(model, part.array))
+
+        def logits(hidden: jax.Array) -> jax.Array:
+            rows = gathers.rows_of_all(hidden)
+            return gathers.own_rows(model.logits(rows)[..., : part.array.shape[0]])
+
+        return logits
     if slots > 1:  # XLA does not pad the head for a product with a single row
-        head = model.head_variable
         head.set_value(head_of_step(model, head[...]))
-    return model
+    return model.logits
 
 
 def _after(live: Live, token, rows: Rows) -> Live:

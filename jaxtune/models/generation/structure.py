@@ -15,7 +15,6 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.lora import copy_structure, linears
-from jaxtune.models.placement import partition
 from jaxtune.models.placement.streams import is_on_host
 
 
@@ -68,14 +67,12 @@ def with_cache(model: Decoder, cache: str | None) -> Decoder:
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     """(Structure, arrays), the model's own except for plain adapters, which are cast to the compute dtype. Done once,
-    because flattening a deep model takes the host as long as many tokens take the device. Raises ValueError for divided
-    weights.
+    because flattening a deep model takes the host as long as many tokens take the device.
     """
     model = copy.copy(model)
     model.source = model.base_digest = model.base_fingerprint = model.qat = None  # which change no program
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    partition.require_undivided(leaves, "Sampler")
     structure = structure_of(graph, treedef, model.config)
     indices = rounded_indices(structure, tuple(leaf.shape for leaf in leaves))
     indices = [index for index in indices if leaves[index].dtype != model.dtype]

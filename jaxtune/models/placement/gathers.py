@@ -14,7 +14,7 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.placement import low_format
-from jaxtune.models.placement.partition import TENSORS, Shard, shards
+from jaxtune.models.placement.partition import TENSORS, Shard, shards, with_whole
 
 
 def rows_of(variable: nnx.Variable, index: jax.Array, lookup: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
@@ -118,6 +118,33 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
         wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
         total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
     return dataclasses.replace(shard, array=total.astype(gradient.dtype))
+
+
+def gather_all(module: nnx.Module | None) -> None:
+    """Gathers all divided variables of a module, in place."""
+    if module is not None:
+        state = nnx.state(module)
+        nnx.update(module, with_whole(state, list(map(gather, shards(state)))))
+
+
+def rows_of_all(x: jax.Array) -> jax.Array:
+    """The rows, along the first axis, of all devices that divide tensors."""
+    return jax.lax.all_gather(x, TENSORS, tiled=True)
+
+
+def own_of_all(x: jax.Array, rows: int) -> jax.Array:
+    """This device's `rows` of `rows_of_all`."""
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(TENSORS) * rows, rows)
+
+
+def own_rows(parts: jax.Array) -> jax.Array:
+    """Of the rows of all devices this one's, [N, ..., columns], from the part of the columns that each has computed."""
+    return jax.lax.all_to_all(parts, TENSORS, 0, parts.ndim - 1, tiled=True)
+
+
+def columns_of_all(parts: jax.Array) -> jax.Array:
+    """All columns, along the last axis, from the part that each device has."""
+    return jax.lax.all_gather(parts, TENSORS, axis=parts.ndim - 1, tiled=True)
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:

@@ -497,7 +497,7 @@ def shards(tree: Any) -> list[Shard]:
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 
-def with_whole(tree: Any, arrays: Sequence[jax.Array]) -> Any:
-    """The tree with whole arrays, in the order of `shards`, in place of its Shards."""
+def with_whole(tree: Any, arrays: Sequence[jax.Array | Shard]) -> Any:
+    """The tree with whole arrays, or Shards that stay, in the order of `shards`, in place of its Shards."""
     remaining = iter(arrays)
     return jax.tree.map(lambda leaf: next(remaining) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)

@@ -210,6 +210,7 @@ class Function:
     statics: the first arguments, which are static: hashable, and equal only if they give the same program.
     donated: indices among the other arguments.
     options: XLA's.
+    mesh: of a function that is inside `partition.divided`; its programs are not kept.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class Function:
         statics: int,
         donated: Sequence[int] = (),
         options: Mapping[str, bool | int | str] = types.MappingProxyType({}),
+        mesh: jax.sharding.Mesh | None = None,
     ):
         self._function, self._statics, self._donated, self._options = function, statics, tuple(donated), options
         donated_indices = [statics + index for index in donated]
@@ -227,7 +229,7 @@ class Function:
             donate_argnums=donated_indices,
             compiler_options=dict(options),
         )
-        self.lower = self._jitted.lower
+        self.lower, self._mesh = self._jitted.lower, mesh
         self._programs: dict[Hashable, Future[Callable]] = {}
         self._lock = threading.Lock()
 
@@ -238,6 +240,8 @@ class Function:
         """What takes the arguments that are not static, and others of their shapes. Found again in a millisecond, so
         what runs often keeps it.
         """
+        if self._mesh is not None:
+            return functools.partial(self._on_mesh, self._mesh, *arguments[: self._statics])
         if (call := self.call(*arguments)) is not None:
             if (future := self._programs.get(call.key)) is not None:
                 return future.result()
@@ -246,6 +250,10 @@ class Function:
             if cache is not None:
                 return _prepared([call], cache)[0][0]
         return functools.partial(self._jitted, *arguments[: self._statics])
+
+    def _on_mesh(self, mesh: jax.sharding.Mesh, *arguments):
+        with partition.compiling(mesh):
+            return self._jitted(*arguments)
 
     def call(self, *arguments) -> Call | None:
         """A call with these arguments, or with arrays of their shapes: jax.ShapeDtypeStructs, of which one names the

@@ -204,14 +204,6 @@ class TrainConfig:
                 f"{divides} divides the states over devices, which states in host memory are not yet; "
                 "unset one of them",
             )
-            for key, value in self.evaluation.asking:
-                require(
-                    False,
-                    key,
-                    value,
-                    f"generation does not run on weights that {divides} divides; unset it, and generate from "
-                    "what the run saves",
-                )
 
     def _check_answers(self) -> None:
         """Keys of evaluation.generate without it."""

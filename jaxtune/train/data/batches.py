@@ -98,6 +98,8 @@ class BatchSource:
     """Over all devices."""
     needs_model: bool = False
     """Whether `batch_at` gets the model; then a batch is made after the step before, and the device waits."""
+    samples_together: bool = False
+    """Whether `batch_at` samples in several processes, with the same calls in each."""
     sampled_rows: SampledRows | None = None
     """Size of its sampling; None if it samples nothing."""
 

@@ -65,6 +65,8 @@ class TrainedModel:
         self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
         self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
+        # frozen weights on the mesh, of a run that divides them beside a model that is kept, or in several processes
+        self._divided: nnx.State | None = None
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
@@ -201,9 +203,12 @@ class TrainedModel:
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).shard_count == 1:
-            return partition.put(declared, where)
+            frozen = partition.put(declared, where)
+            self._divided = frozen if processes.count() > 1 else None
+            return frozen
         if self.keeps_model:
-            return jax.tree.map(partition.moved, declared, where)
+            self._divided = jax.tree.map(partition.moved, declared, where)
+            return self._divided
         graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
         arrays, structure = jax.tree.flatten(self.frozen)
         as_declared = jax.tree.structure(declared)
@@ -213,8 +218,7 @@ class TrainedModel:
                 arrays[index] = jax.block_until_ready(partition.moved(arrays[index], sharding))
         finally:
             self.frozen = jax.tree.unflatten(structure, arrays)
-            own_weights = nnx.State({key: value for key, value in self.frozen.items() if key != "teacher"})
-            self.given = nnx.merge(graph, trainable, own_weights)
+            self.given = nnx.merge(graph, trainable, _own_weights(self.frozen))
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> nnx.State:
@@ -309,15 +313,29 @@ class TrainedModel:
 
     def finished(self, trainable: Any) -> Decoder:
         """A new model without a teacher: the given one with the trained tensors in the dtypes in which they were given;
-        it shares the frozen arrays. It is on the mesh's devices, tables perhaps on the host as numpy arrays, and
-        weights that streamed still do; in several processes with whole arrays, a copy on one device each.
+        it shares the frozen arrays, or has the run's parts of them. It is on the mesh's devices, tables perhaps on the
+        host as numpy arrays, and weights that streamed still do; in several processes with whole arrays, a copy on one
+        device each.
 
         After QAT, a model with adapters still rounds, and merge_adapter converts it. Without adapters it is converted
         here, and its base_digest and base_fingerprint are None, as its weights changed.
         """
-        _, _, frozen = nnx.split(self.given, nnx.Param, ...)
-        trained, frozen = partition.colocated(trainable, frozen)
-        model = nnx.merge(self._graph_alone, trained, frozen, self.scales)
+        trained, frozen = partition.colocated(trainable, self._own_frozen())
+        return self._with(trained, frozen, self.scales)
+
+    def sampling(self, trainable: Any) -> Decoder:
+        """`finished` for sampling during a run: in several processes on the devices of all."""
+        if processes.count() == 1:
+            return self.finished(trainable)
+        return self._with(trainable, self._own_frozen(), self.scales)
+
+    def _own_frozen(self) -> nnx.State:
+        if self._divided is not None:
+            return _own_weights(self._divided)
+        return nnx.split(self.given, nnx.Param, ...)[2]
+
+    def _with(self, trained: Any, frozen: Any, scales: Any) -> Decoder:
+        model = nnx.merge(self._graph_alone, trained, frozen, scales)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.
             model.base_digest = model.base_fingerprint = None
@@ -349,6 +367,11 @@ def with_embedding_on_device(model: Decoder) -> Decoder:
 def _has_number(array: np.ndarray) -> bool:
     """Whether one is not 0; at once where all bits are."""
     return bool(np.ascontiguousarray(array).view(np.uint8).any()) and bool((array != 0).any())
+
+
+def _own_weights(frozen: nnx.State) -> nnx.State:
+    """Without a teacher's."""
+    return nnx.State({key: value for key, value in frozen.items() if key != "teacher"})
 
 
 def _with_scales(frozen: nnx.State, scales: nnx.State) -> nnx.State:

@@ -8,12 +8,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from flax import nnx
 
 from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, picture_arrays
 from jaxtune.conversations.pictures import TAG
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
+from jaxtune.models.generation.division import share_of
 from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import Constraint, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
@@ -26,7 +28,7 @@ from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.sampled.answering import Prompt
 from jaxtune.train.sampled.prompts import completions_of, constraint_of, read_prompts
-from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, Turns, text_of
+from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOptions, Sampled, Turns, rewarded, text_of
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
 SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl
@@ -130,7 +132,7 @@ class AnswerMetrics:
         sampler = Sampler(
             model,
             length=rows.length,
-            most_slots=rows.most,
+            most_slots=min(rows.most, share_of(nnx.state(model), len(self.prompts))),
             most_converted=self.most_converted,
             deterministic=self.deterministic,
             prefix_bytes=None if self.deterministic else worthwhile_bytes(prompt.ids for prompt in self.prompts),
@@ -163,8 +165,7 @@ class AnswerMetrics:
             [row.ids for row in rows],
             completions,
         )
-        table = self.functions(sampled)
-        logged, _ = self.functions.log.taken(len(sampled))
+        table, logged, _ = rewarded(self.functions, sampled)
         metrics = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
         if self.are_rewards:  # as in the objective, a function that does not apply to an answer adds nothing
             weighted = np.nan_to_num(table) * np.asarray(self.functions.weights)

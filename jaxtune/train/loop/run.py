@@ -109,7 +109,8 @@ class _StepRows:
         """
         with self._saver.listening(step, state):
             if self._engine.batches.needs_model:
-                return self._engine.load_step(step, lambda: self._model(state))
+                load = functools.partial(self._engine.load_step, step, lambda: self._model(state))
+                return load() if processes.count() == 1 else self._saver.in_all(step, state, load)
             if self._loading is None or self._loading[0] != step:
                 self.load(step)
             assert self._loading is not None
@@ -149,6 +150,8 @@ class Run:
     profile: Profile
     model: Callable[[Any], Decoder]
     """The model with the given trained tensors (`TrainState.trainable`)."""
+    sampling: Callable[[Any], Decoder]
+    """The same for what samples in all processes."""
     answers: AnswerMetrics | None
     """None: the config asks for none."""
 
@@ -194,7 +197,7 @@ class Run:
             contextlib.ExitStack() as trace,
         ):
             rows = _StepRows(
-                engine, worker, saver, self.total_steps, lambda state: self.model(state.field("trainable"))
+                engine, worker, saver, self.total_steps, lambda state: self.sampling(state.field("trainable"))
             )
             for step in range(start, self.total_steps):
                 with monitor.data_wait():
@@ -341,7 +344,7 @@ class Run:
                 values |= self.engine.evaluate(evaluate, *tensors, batches, show_progress, between, load)
             if self.answers is not None:
                 with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
-                    answers = self.answers(self.model(state.field("trainable")))
+                    answers = self.answers(self.sampling(state.field("trainable")))
                 values |= answers.metrics
             tell("evaluated", values)
             line |= values | {m.ROWS: rows_identity(None if batches is None else batches.rows.documents, self.answers)}

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter, without_adapter
 from jaxtune.train.config import CheckpointConfig, DataConfig, EvaluationConfig, MeshConfig
-from jaxtune.train.config.checks import require
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.tokens.teacher_values import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxtune.train.objectives.loss import Forward
@@ -177,13 +176,6 @@ class Distill(SFT):
     def refuses(
         self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
     ) -> None:
-        if mesh is not None and (divides := mesh.divides_tensors) is not None:
-            require(
-                not self.samples,
-                "objective.on_policy",
-                self.on_policy,
-                f"nothing is sampled from weights that {divides} divides; set 0, or leave {divides} out",
-            )
         super().refuses(data, mesh, evaluation, checkpoint)
 
     def check(self, model: Decoder) -> None:

@@ -53,17 +53,6 @@ def require_known_rows(column: Column) -> None:
     )
 
 
-def require_whole_weights(sampler: str, mesh: MeshConfig) -> None:
-    """Raises ConfigError if the mesh divides weights. sampler: what samples from the model, in words."""
-    require(
-        mesh.fsdp == 1,
-        "mesh.fsdp",
-        mesh.fsdp,
-        f"{sampler} samples from the model, for which each device needs whole weights; set mesh.fsdp=1 and mesh.data "
-        "to the number of devices, and model.load_in=nf4 if they do not fit",
-    )
-
-
 class Declared(Protocol):
     """What an objective declares beside its loss; nobody asks for its name or class. A subclass inherits the defaults,
     those of a loss over rows that are read.
@@ -124,8 +113,6 @@ class Declared(Protocol):
         self, data: DataConfig, mesh: MeshConfig | None, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
     ) -> None:
         """Raises ConfigError for a key that does not go together with this objective."""
-        if self.samples and mesh is not None:
-            require_whole_weights(f"objective = {self.label}", mesh)
         if self.needs_rows_before is not None and (data.streaming or data.mixed):
             require_known_rows(self.needs_rows_before)
         require(

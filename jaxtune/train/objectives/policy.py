@@ -18,8 +18,10 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.division import Division
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
+from jaxtune.models.placement import partition
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.config.sections import OF_ANSWERS
@@ -416,16 +418,21 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """float32[rows, length], numpy, in nats: log-probabilities of a batch's targets, 0 where the weight is 0, 4 rows at
-    a time. temperature: divides the logits.
+    a time, of divided weights on each device. temperature: divides the logits.
     """
     graph, state = nnx.split(model)
-    rows = len(batch.tokens)
+    leaves, treedef = jax.tree.flatten(state)
+    division, rows = Division.of(leaves), len(batch.tokens)
+    at_once = _SCORED_ROWS if division is None else _SCORED_ROWS * division.devices
     log_probs = np.zeros(batch.tokens.shape, np.float32)
-    for start in range(0, rows, _SCORED_ROWS):
-        row_indices = np.minimum(np.arange(start, start + _SCORED_ROWS), rows - 1)
+    for start in range(0, rows, at_once):
+        row_indices = np.minimum(np.arange(start, start + at_once), rows - 1)
         some_rows = jax.tree.map(operator.itemgetter(row_indices), dataclasses.replace(batch, extra={}))
-        values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
-        count = min(_SCORED_ROWS, rows - start)
+        if division is None:
+            values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
+        else:
+            values = partition.on_host(_divided_log_probs(graph, temperature, treedef, division, leaves, some_rows))
+        count = min(at_once, rows - start)
         log_probs[start : start + count] = values[:count]
     return np.where(batch.weights > 0, log_probs, 0.0).astype(np.float32)
 
@@ -441,3 +448,15 @@ def _row_log_probs(graph, temperature, state, batch: Batch) -> jax.Array:
     model = nnx.merge(graph, state)
     forward = Forward()
     return forward.log_probs(model, forward.frozen(model, batch), batch, temperature=temperature)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _divided_log_probs(graph, temperature, treedef, division: Division, leaves, batch: Batch) -> jax.Array:
+    """`_row_log_probs` over the devices that divide the model's arrays, each of which has some of the rows."""
+
+    def local(leaves, batch):
+        return _row_log_probs(graph, temperature, jax.tree.unflatten(treedef, leaves), batch)
+
+    marked = division.marked(leaves)
+    over = partition.divided(local, division.mesh, (partition.specs(marked), partition.ROWS), partition.ROWS)
+    return over(marked, batch)

@@ -77,7 +77,7 @@ def choose_mesh(
     rows = spec.rows // (spec.micro_batches or 1)
     used_devices = next(number for number in range(count, 0, -1) if rows % number == 0)
     # What is refused in combination with mesh.fsdp.
-    divides = not (spec.optim.offload or spec.generates)
+    divides = not spec.optim.offload
     meshes = [
         MeshConfig(used_devices // f, f)
         for f in range(1, used_devices + 1)

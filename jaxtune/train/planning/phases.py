@@ -104,9 +104,12 @@ def questions_at_a_time(
 
 
 def prefill_bytes(costs: StepParts, device: Device) -> float:
-    """Device bytes of a sampler's prefill beside weights and caches, of 2,048 tokens or a prompt with pictures."""
+    """Device bytes of a sampler's prefill beside weights and caches, of 2,048 tokens or a prompt with pictures; of
+    divided weights two layers are whole.
+    """
     tokens = PREFILL_TOKENS if costs.tower is None else max(PREFILL_TOKENS, costs.shape.length)
-    return forward_bytes(costs, tokens, 0, device)
+    divided = dataclasses.replace(costs.divided, whole=0)
+    return forward_bytes(costs, tokens, 0, device) + divided.gathered_bytes(sum(costs.layers.kind_counts), True)[1]
 
 
 def loading_bytes(model: Decoder, itemsize: int, quantized: bool) -> tuple[float, float]:

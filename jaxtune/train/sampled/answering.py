@@ -9,11 +9,13 @@ from typing import Protocol
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, PlacedPicture
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.divided import DividedSampler, devices_of
+from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.requests import Constraint, Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan, prefix_room, room_bytes
@@ -119,8 +121,8 @@ class Sampling:
     def sampler(
         self, model: Decoder, prompts: Sequence[Sequence[int]], turns: bool = False
     ) -> Sampler | DividedSampler:
-        """A sampler for answers to `prompts`, with rows for the longest prompt and answer; several devices with copies
-        of the weights share the answers.
+        """A sampler for answers to `prompts`, with rows for the longest prompt and answer; several devices, with copies
+        of the weights or parts of them, share the answers.
 
           turns: an answer's prompts begin with the one before: what they share is prefilled once, and each prompt
           alone, so that an answer has the same bits whenever it is submitted. Several at once are faster.
@@ -138,7 +140,9 @@ class Sampling:
                 prefix_bytes=prefix_room(room_bytes()) if turns else None,
             )
 
-        return made(model) if len(devices) == 1 else DividedSampler(model, devices, len(prompts), made)
+        if len(devices) == 1 or Division.of(jax.tree.leaves(nnx.state(model))) is not None:
+            return made(model)
+        return DividedSampler(model, devices, len(prompts), made)
 
     def submit(
         self,

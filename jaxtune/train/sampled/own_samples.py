@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.division import share_of
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.system.sealed import crc32
@@ -64,6 +65,7 @@ class OwnSamples(BatchSource):
     """
 
     needs_model = True  # `batch_at` is given the model, which samples
+    samples_together = True
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class OwnSamples(BatchSource):
         sampler = Sampler(
             model,
             length=longest,
-            most_slots=min(slots, len(row_indices)),
+            most_slots=min(slots, share_of(nnx.state(model), len(row_indices))),
             most_converted=None if self._plan is None else self._plan.converted_layers,
         )
         rows = sampler.run(

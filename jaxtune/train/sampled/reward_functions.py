@@ -26,6 +26,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from jaxtune.conversations.answers import whole_text
+from jaxtune.system import processes
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.checks import unique_names
 from jaxtune.train.sampled.reward_log import RewardLog
@@ -485,6 +486,24 @@ def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:
 def rollout_reward(reward: list[float | None], **columns: object) -> list[float | None]:
     """The column `reward` of the rollout function; used if there is no other reward."""
     return list(reward)
+
+
+def rewarded(
+    functions: RewardFunctions, sampled: Sampled
+) -> tuple[np.ndarray, dict[str, float], dict[str, list[object]]]:
+    """(table [answers, functions], metrics that they log, columns), of several processes by the first one's functions;
+    the others get no columns. Collective.
+    """
+    columns: dict[str, list[object]] = {}
+
+    def by_first() -> list:
+        nonlocal columns
+        table = functions(sampled)
+        metrics, columns = functions.log.taken(len(sampled))
+        return [table.tolist(), metrics]
+
+    table, metrics = processes.of_first(by_first)
+    return np.asarray(table, np.float64).reshape(len(sampled), -1), metrics, columns
 
 
 READY: dict[str, RewardFunction] = {

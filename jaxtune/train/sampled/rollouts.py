@@ -39,8 +39,8 @@ from jaxtune.train.data.tokens.pictures import prompt_documents
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.answer_report import masked_lines, measured, recorded, screen_lines
-from jaxtune.train.sampled.answering import Answering, Prompt
-from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled
+from jaxtune.train.sampled.answering import Answering, OneTurn, Prompt
+from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled, rewarded
 
 _PLACES = 4  # a row has at most this many times the number of longest answers that fit into it
 _PRINT_EVERY = 10  # generations between two samples and warnings on the screen
@@ -81,6 +81,10 @@ class SampledAnswers(BatchSource):
     """
 
     needs_model = True  # `batch_at` is given the model, which samples
+
+    @property
+    def samples_together(self) -> bool:
+        return isinstance(self.answering, OneTurn)
 
     def __init__(
         self,
@@ -355,8 +359,7 @@ class SampledAnswers(BatchSource):
             [sample.ids for sample in samples],
             [sample.completion for sample in samples],
         )
-        table = self.rewards(sampled)
-        logged, extra = self.rewards.log.taken(len(answers))
+        table, logged, extra = rewarded(self.rewards, sampled)
         kl = self._divergences(model, answers) if self._reference is not None and self._penalises else None
         values = self.advantages(table) if kl is None else self.advantages(table, kl=kl)
         answers = [dataclasses.replace(answer, advantage=float(v)) for answer, v in zip(answers, values, strict=True)]

@@ -6,35 +6,34 @@ import jax
 
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.system import processes
-from jaxtune.train.config import ConfigError, EvaluationConfig, MeshConfig, OptimConfig, ProfileConfig, QatConfig
+from jaxtune.train.config import ConfigError, EvaluationConfig, OptimConfig, ProfileConfig, QatConfig
+from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.engine.trained_model import TrainedModel
-from jaxtune.train.objectives.objective import Objective, RunNeeds, require_whole_weights
+from jaxtune.train.objectives.objective import Objective, RunNeeds
 from jaxtune.train.optimizer.optim import embedding_tensors
 
 
-def require_sampling(sampler: str | None, mesh: MeshConfig | None) -> None:
-    """ConfigError if something samples from the model, and the mesh divides weights or there are several processes.
+def require_sampling(sampler: str | None, batches: BatchSource) -> None:
+    """ConfigError if something samples from the model in a way that several processes, which there are, cannot share.
 
     sampler: in words; None: nothing samples.
     """
-    if sampler is None:
-        return
-    require_whole_weights(sampler, mesh or MeshConfig())
-    if (count := processes.count()) > 1:
+    if sampler is not None and (count := processes.count()) > 1 and not batches.samples_together:
         raise ConfigError(
-            f"{sampler}: {count} processes cannot share the sampling yet; run one process, which can use all GPUs of "
-            "its machine (mesh.data)"
+            f"{sampler}: {count} processes cannot share the sampling of answers with tools, environments or rollout "
+            "functions, or by a source of your own; run one process, which can use all GPUs of its machine (mesh.data, "
+            "mesh.fsdp)"
         )
 
 
 def require_fit_for_processes(evaluation: EvaluationConfig, optim: OptimConfig) -> None:
-    """ValueError for what several processes cannot do: answers while they train, optim.offload."""
+    """ValueError for what several processes cannot do: exact match, optim.offload."""
     if (count := processes.count()) == 1:
         return
-    for key, value in evaluation.asking:
+    if evaluation.exact_match_rows:
         raise ValueError(
-            f"{key} = {value}: {count} processes cannot generate at the same time yet; unset it, and generate from "
-            "what the run exports"
+            f"evaluation.exact_match_rows = {evaluation.exact_match_rows}: {count} processes cannot answer them before "
+            "and after training yet; take evaluation.generate=[exact_match], or unset it"
         )
     if optim.offload:
         raise ValueError(

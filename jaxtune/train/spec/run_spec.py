@@ -32,7 +32,7 @@ from jaxtune.train.folder.record import (
     with_today,
 )
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.objective import Objective, RunNeeds
+from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer.schedule import total_steps
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.references.stored_teachers import StoredTeacher
@@ -95,7 +95,6 @@ def decided_objective(config: TrainConfig, user_objective: Objective | None = No
     objective.refuses(config.data, config.mesh, config.evaluation, config.checkpoint)
     if processes.count() > 1:
         require_same_settings(config_to_dict(config))
-    checks.require_sampling(RunNeeds.of(objective).sampler, config.mesh)
     checks.require_fit_for_processes(config.evaluation, config.optim)
     if config.steps is not None:
         checks.require_starts_within(config.steps, config.profile, config.profile.steps, config.qat)
@@ -170,7 +169,7 @@ def resolve(
     of_tower = None if tower is None else tower.config
     held_out_patches = 0 if held_out is None else held_out.rows.patches
     step = StepSpec.of(config, objective, batches, parts.optimizer, model.keeps_model, of_tower, held_out_patches)
-    checks.require_sampling(step.needs.sampler, config.mesh)
+    checks.require_sampling(step.needs.sampler, batches)
     checks.require_observable(model.qat, step.needs)
     checks.require_starts_within(steps, config.profile, profile_steps, config.qat)
     rows = RunRows(batches, train if isinstance(train, TokenDataset) else None, held_out, answers)

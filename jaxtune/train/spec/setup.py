@@ -99,15 +99,17 @@ def with_slots(
     if planner.budget_bytes is None or not isinstance(planner, Planner):
         return plans, answers
     same_bits = answers is not None and answers.deterministic
-    for name, rows, deterministic in (
-        ("answers", batches.sampled_rows, False),
-        ("generate", answers and answers.sampled_rows, same_bits),
+    divided = planner.cost.divided.layer_bytes > 0
+    for name, rows, converts in (
+        ("answers", batches.sampled_rows, not divided),
+        ("generate", answers and answers.sampled_rows, not (divided or same_bits)),
     ):
         if rows is not None:
             used_bytes = planner.cost.fixed_bytes(planner.plan.micro_batches) + prefill_bytes(
                 planner.cost, planner.device
             )
-            plans[name] = slots_for(model, planner.budget_bytes - used_bytes, rows.length, rows.most, deterministic)
+            most = -(-rows.most // planner.cost.shape.devices) if divided else rows.most
+            plans[name] = slots_for(model, planner.budget_bytes - used_bytes, rows.length, most, converts)
     if "answers" in plans:
         batches.limit_slots(plans["answers"])
     if answers is not None and (plan := plans.get("generate")) is not None:

@@ -100,7 +100,7 @@ def test_a_prefill_of_pictures_alone():
     arguments = list(shapes), positions, count, count, positions, Pictures(**pictures, max_pictures=4)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arguments)
     with H200.lowering():
-        lowered = jax.jit(lambda *a: device._prefill(structure, tokens, *a)).lower(*arguments)
+        lowered = jax.jit(lambda *a: device.prefill(structure, tokens, *a)).lower(*arguments)
     found = lowered.compile(compiler_options=compiler_options("gpu", deterministic=False)).memory_analysis()
     patches = sum(a.size * a.dtype.itemsize for a in pictures.values())
     predicted = picture_bytes(structure, shapes, tokens)

@@ -1,0 +1,101 @@
+"""Linears of a decoding step whose weights devices divide: each device multiplies the rows of all by its part, and the
+devices exchange inputs and products. Adapters and biases are whole; each device uses its rows of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from jaxtune.models.layers.attention import Attention
+from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.linear import Linear, Lora
+from jaxtune.models.placement import partition
+from jaxtune.models.placement.gathers import own_rows
+from jaxtune.models.placement.partition import TENSORS, Shard
+from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
+
+
+def stays_divided(linear: Linear) -> bool:
+    """Whether devices divide the weight, and a step can multiply by a part of it."""
+    value = linear.stored_weight
+    parts = partition.shards(value)
+    if not parts or any(part.axis for part in parts) or type(linear.lora) not in (type(None), Lora):
+        return False
+    if linear.fake_quant is not None or linear.clips is not None or linear.observer is not None:
+        return False
+    if isinstance(value, Shard):
+        return True
+    if isinstance(value, FourBit) and value.nested_absmax is not None:
+        return parts[-1].array.size % NESTED_BLOCK == 0  # of absmax, so that no group is cut
+    others = [leaf for leaf in jax.tree.leaves(value, is_leaf=_is_shard) if not _is_shard(leaf)]
+    return isinstance(value, Stored) and all(leaf.size == 1 for leaf in others)
+
+
+def linears_of_step(block: Block) -> list[Linear]:
+    """Those of a plain layer by whose parts a step multiplies."""
+    attention, mlp = block.parts["mixer"], block.parts["mlp"]
+    assert isinstance(attention, Attention)
+    linears = [attention.o_proj, *(getattr(attention, name) for name in attention.in_matrices)]
+    if type(mlp) is MLP:
+        of_mlp = [mlp.gate_up_proj] if mlp.config.fused_gate_up else [mlp.gate_proj, mlp.up_proj]
+        of_mlp.append(mlp.down_proj)
+        linears += of_mlp if all(map(stays_divided, of_mlp)) else []
+    return [linear for linear in linears if stays_divided(linear)]
+
+
+def is_wide(block: Block) -> bool:
+    """Whether devices divide all linears of a plain layer, which then takes and gives the residual stream of the rows
+    of all devices: five exchanges, where own rows need seven.
+    """
+    mlp = block.parts["mlp"]
+    return type(mlp) is MLP and not mlp.config.fused_gate_up and len(linears_of_step(block)) == len(block.matrices())
+
+
+def part_of(linear: Linear) -> Linear:
+    """The linear of this device's rows of the weight. For one that `stays_divided`."""
+    part, value = copy.copy(linear), linear.stored_weight
+    out, count = linear.sizes[0], partition.shards(value)[0].count
+
+    def own(array: jax.Array, size: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(TENSORS) * size, size)
+
+    local = partition.undivided(value)
+    if isinstance(value, FourBit):
+        local = dataclasses.replace(local, shape=(out // count, *value.shape[1:]))
+        if value.nested_absmax is not None:
+            local = dataclasses.replace(
+                local, nested_absmax=own(value.nested_absmax, local.absmax.size // NESTED_BLOCK)
+            )
+    part.weight = linear.weight.replace(local)
+    if linear.bias is not None:
+        part.bias = nnx.Param(own(linear.bias[...], out // count))
+    if linear.lora is not None:
+        part.lora = lora = copy.copy(linear.lora)
+        lora.b = nnx.Param(own(lora.b[...], out // count))
+        if lora.magnitude is not None:
+            lora.magnitude = nnx.Param(own(lora.magnitude[...], out // count))
+    return part
+
+
+def sent_back(products: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """The products [N, size] of this device's rows from its products [rows of all, sum of parts] with its parts of
+    several linears. sizes: outputs of each.
+    """
+    whole = own_rows(products)  # of each device side by side
+    by_device = whole.reshape(len(whole), -1, products.shape[-1])
+    count, outs, start = by_device.shape[1], [], 0
+    for size in sizes:
+        outs.append(by_device[:, :, start : start + size // count].reshape(len(whole), size))
+        start += size // count
+    return outs
+
+
+def _is_shard(leaf: object) -> bool:
+    return isinstance(leaf, Shard)

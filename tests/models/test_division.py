@@ -1,0 +1,186 @@
+"""A sampler over devices that divide a model's weights gives the rows of one device, in its share of the memory."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import adapted_model, tiny_model
+
+from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.division import Division, share_of
+from jaxtune.models.generation.generate import generate
+from jaxtune.models.generation.requests import Row
+from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.placement import partition
+
+VOCAB = 512
+# Whose rows are whole blocks of a quantised format.
+WIDE = dict(hidden_size=128, intermediate_size=256, initializer_range=0.2)
+
+
+def model_of(dtype: str = "float32", **changes) -> Decoder:
+    return tiny_model(dtype, vocab_size=VOCAB, **(dict(initializer_range=0.5) | changes))
+
+
+MODELS = {
+    "adapter": lambda: adapted_model(model_of(), r=4),
+    "DoRA, biases": lambda: adapted_model(model_of(mlp_bias=True, qkv_bias=True), r=4, use_dora=True),
+    "bf16": lambda: model_of("bfloat16"),
+    "nf4": lambda: adapted_model(quantize(model_of(**WIDE), "nf4"), r=4),
+    "fp8": lambda: quantize(model_of(**WIDE), "fp8"),
+    "experts": lambda: model_of(moe=MoEConfig(4, 2, 32)),
+    "one matrix for gate and up": lambda: model_of(fused_gate_up=True),
+    "tied": lambda: model_of(tie_embeddings=True),
+    # whose layers are not plain, so that a step gathers them
+    "a step of layers": lambda: model_of(layers=(LayerSpec(), LayerSpec(window=8)), residual_scale=0.5),
+}
+
+
+@functools.cache
+def made(name: str) -> Decoder:
+    return MODELS[name]()
+
+
+def over(model: Decoder, *sizes: int) -> Decoder:
+    """The model on a mesh of (data, fsdp) devices."""
+    mesh = partition.make_mesh(*sizes)
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, partition.put(state, partition.shardings(state, mesh)))
+
+
+def rows_of(sampler: Sampler, prompts, new, **changes) -> list[Row]:
+    with sampler:
+        return list(sampler.run(prompts, new, 1.0, list(range(len(prompts))), **changes))
+
+
+def prompts_of(lengths, seed: int = 0) -> list[list[int]]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(3, VOCAB, length).tolist() for length in lengths]
+
+
+def assert_alike(found: list[Row], wanted: list[Row]) -> None:
+    assert [row.ids for row in found] == [row.ids for row in wanted]
+    assert [row.finish_reason for row in found] == [row.finish_reason for row in wanted]
+    for row, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(row.logprobs, other.logprobs, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("adapter", (2, 4)),
+        ("nf4", (1, 2)),
+        ("experts", (1, 4)),
+        ("a step of layers", (1, 2)),
+        *(
+            pytest.param(name, sizes, marks=pytest.mark.full)
+            for name, sizes in (
+                ("DoRA, biases", (1, 4)),
+                ("bf16", (2, 2)),
+                ("fp8", (2, 2)),
+                ("one matrix for gate and up", (1, 2)),
+                ("tied", (2, 2)),
+                ("a step of layers", (2, 2)),
+            )
+        ),
+    ],
+)
+def test_devices_that_divide_weights_give_the_rows_of_one(name, sizes):
+    """Also of equal prompts, a prompt of one token, and one in several pieces."""
+    model = made(name)
+    prompts = prompts_of((5, 9, 1, 40, 7))
+    prompts += [prompts[1]] * 4
+    divided = over(model, *sizes)
+    sampler = Sampler(divided, slots=1, length=128, prefill_tokens=16)
+    assert sampler.plan.slots == 1 and len(sampler._slots) == np.prod(sizes) and share_of(nnx.state(model), 9) == 9
+    found = rows_of(sampler, prompts, 9)
+    assert_alike(found, rows_of(Sampler(model, slots=4, length=128, prefill_tokens=16), prompts, 9))
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.data())
+def test_drawn_slots_prompts_and_groups(data):
+    """That the devices cannot share equally, with answers of other lengths, and some with penalties and filters."""
+    sizes = data.draw(st.sampled_from([(1, 2), (2, 2), (1, 4)]))
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=7))
+    group, slots = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    prompts = [prompt for prompt in prompts_of(lengths) for _ in range(group)]
+    new = [1 + (7 * index) % 11 for index in range(len(prompts))]
+    changes = data.draw(st.sampled_from([{}, dict(repetition_penalty=1.2, top_p=0.9), dict(top_logprobs=2)]))
+    settings = dict(length=64, prefill_tokens=data.draw(st.sampled_from([32, 256])))
+    found = rows_of(Sampler(over(made("adapter"), *sizes), slots=slots, **settings), prompts, new, **changes)
+    wanted = rows_of(Sampler(made("adapter"), slots=4, **settings), prompts, new, **changes)
+    assert_alike(found, wanted)
+    for row, other in zip(found, wanted, strict=True):
+        assert [[token for token, _ in top] for top in row.top_logprobs] == [
+            [token for token, _ in top] for top in other.top_logprobs
+        ]
+
+
+def test_a_device_holds_its_share_and_two_layers():
+    """By the compiled programs: a decoding step gathers nothing, a prefill two of the eight layers at a time."""
+    wide = dict(hidden_size=256, intermediate_size=1024, num_heads=4, num_kv_heads=2, head_dim=64)
+    model = over(tiny_model(vocab_size=4096, layers=(LayerSpec(),) * 8, **wide), 1, 4)
+    sampler = Sampler(model, slots=2, length=128)
+    rows_of_prompt = list(sampler.run([[1, 2, 3]], 2))
+    assert len(rows_of_prompt[0].ids) == 2
+    division, programs, kind = sampler._division, sampler._programs, sampler._kinds[-1]
+    assert division is not None
+
+    def own_bytes(tree) -> int:
+        return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
+
+    layer = max(sum(array.nbytes for array in jax.tree.leaves(nnx.state(each))) for each in model.layers)
+    leaves, states, ones = sampler._leaves, sampler._states, np.ones(4, np.int32)
+    of_slots = states, sampler._live, None, *sampler._unchanged, sampler._rows_of(kind)
+    room = device.states_shape(sampler._structure, sampler._shapes, 1, 128)
+    tokens = np.zeros((4, 16), np.int32)
+    with partition.compiling(division.mesh):
+        lowered = (
+            programs.decode.lower(sampler._structure, kind, 8, leaves, *of_slots),
+            programs.prefill.lower(sampler._structure, 16, leaves, tokens, ones, ones),
+            programs.extend.lower(sampler._structure, leaves, room, tokens[:1], *[ones[:1]] * 3),
+        )
+        decode, prefill, extend = (each.compile().memory_analysis() for each in lowered)
+    share = own_bytes(leaves)
+    assert share < 0.26 * sum(array.nbytes for array in leaves)
+    assert decode.argument_size_in_bytes < share + own_bytes(states) + 4096 and decode.temp_size_in_bytes < layer / 8
+    for program in (prefill, extend):
+        assert program.argument_size_in_bytes < share + own_bytes(states)
+        assert program.temp_size_in_bytes < 2.7 * layer  # what they compute, too
+
+
+def test_generate_runs_over_divided_weights_and_what_cannot_is_refused():
+    divided, prompts = over(made("adapter"), 1, 2), prompts_of((3, 8, 2))
+    assert generate(divided, prompts, 5) == generate(made("adapter"), prompts, 5)
+    sampler = Sampler(divided, slots=1, length=64)
+    division = Division.of(sampler._leaves)
+    assert division is not None and division.devices == 2
+    for call in (sampler.prepare, lambda: sampler.score([1, 2, 3])):
+        with pytest.raises(ValueError, match="the model's weights are divided over 2 devices"):
+            call()
+    with pytest.raises(ValueError, match="Sampler: compiles_beside: the model's weights are divided over 2 devices"):
+        Sampler(divided, slots=1, length=64, compiles_beside=True)
+    with pytest.raises(ValueError, match="Sampler: adapters: the model's weights are divided over 2 devices"):
+        Sampler(over(model_of(), 1, 2), slots=1, length=64, adapter_ranks=8)
+    with pytest.raises(ValueError, match="generate: deterministic log-probabilities: the model's weights are divided"):
+        generate(divided, prompts, 5, deterministic=True, output_logprobs=True)
+
+
+def test_weights_of_an_update_are_used():
+    divided, prompts = over(made("adapter"), 1, 2), prompts_of((3, 8, 2))
+    other = adapted_model(model_of(), seed=2, r=4)
+    sampler = Sampler(divided, slots=2, length=64)
+    before = list(sampler.run(prompts, 6))
+    sampler.update(over(other, 1, 2))
+    after = list(sampler.run(prompts, 6))
+    assert [row.ids for row in after] == generate(other, prompts, 6) != [row.ids for row in before]
