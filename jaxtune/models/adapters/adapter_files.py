@@ -216,15 +216,23 @@ def to_host(model: Decoder) -> Decoder:
     return _moved(model, np.asarray)
 
 
-def _moved(model: Decoder, move: Callable[[jax.Array | np.ndarray], jax.Array | np.ndarray]) -> Decoder:
+def _moved(model: Decoder, move: Callable[[jax.Array | np.ndarray], object]) -> Decoder:
     for tensor in adapter_tensors(model).values():
         variable = tensor.variable if isinstance(tensor, ExpertTensor) else tensor
         variable.set_value(move(variable.get_value()))
     return model
 
 
-def adapter_on_host(model: Decoder, path: str | os.PathLike) -> Decoder:
-    """load_adapter with the adapter's tensors in host memory, as numpy arrays."""
+def adapted_shapes(base: Decoder, path: str | os.PathLike) -> Decoder:
+    """The model that load_adapter makes of a base, both as shapes."""
+    adapted = adapter_on_host(base, path, is_known=False)
+    return _moved(adapted, lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype))
+
+
+def adapter_on_host(model: Decoder, path: str | os.PathLike, is_known: bool = True) -> Decoder:
+    """load_adapter with the adapter's tensors in host memory, as numpy arrays. is_known: whether the base is what it
+    will be: else nothing is said of its form.
+    """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
     if model.config.head.is_text:
@@ -234,7 +242,7 @@ def adapter_on_host(model: Decoder, path: str | os.PathLike) -> Decoder:
     if model.vision is None:
         _refuse_towers(folder, model, arrays)
     over = trained_over.read(folder)
-    if over is not None and (mismatch := trained_over.difference(over, model)) is not None:
+    if is_known and over is not None and (mismatch := trained_over.difference(over, model)) is not None:
         logger.warning(
             "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
             "recipe, model.load_in)",

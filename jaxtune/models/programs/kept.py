@@ -240,7 +240,8 @@ class Function:
         """
         if (call := self.call(*arguments)) is not None:
             if (future := self._programs.get(call.key)) is not None:
-                return future.result()
+                with timing.phase("wait", "programs"):
+                    return future.result()
             with timing.phase("cached", "keys"):
                 cache = cache_of_programs()
             if cache is not None:
