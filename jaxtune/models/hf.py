@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.adapter_files import adapted_shapes, load_adapter
@@ -72,7 +73,7 @@ _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names o
 _DTYPE = "bfloat16"  # the default
 
 # (a model's shapes, the bytes of device memory that its weights leave free or None if unknown, waits for the tokenizer)
-type Beside = Callable[[Decoder, float | None, Callable[[], Any]], object]
+type Beside = Callable[[Decoder, float | None, Callable[[], Tokenizer | None]], object]
 
 
 # ---- loading
@@ -319,8 +320,8 @@ def from_pretrained(
         of_adapted = None
         if beside is not None:
 
-            def of_adapted(shapes: Decoder, *others: Any) -> None:
-                beside(adapted_shapes(shapes, path), *others)
+            def of_adapted(shapes: Decoder, room: float | None, tokenizer: Callable[[], Tokenizer | None]) -> None:
+                beside(adapted_shapes(shapes, path), room, tokenizer)
 
         settings = dtype, load_in, max_length, precision, *longer, pictures
         model, tokenizer = load_base(path, *settings, of_adapted, streamed)

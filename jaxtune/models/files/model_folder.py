@@ -250,7 +250,7 @@ def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
                 f"{folder}: its weights are a pickle ({pickles[0]}), which can run code when opened and is refused; "
                 "convert it to safetensors (save_pretrained of transformers does)"
             )
-        raise ValueError(f"{folder}: there is no {WEIGHTS} or {INDEX} in it")
+        raise ValueError(f"{folder}: there is no {WEIGHTS} or {INDEX} in it; fetch its weights again")
     return {name: entry for name, entry in entries.items() if not _IGNORED.search(name)}
 
 
