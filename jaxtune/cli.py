@@ -78,7 +78,7 @@ def process(words: Sequence[str] = ()) -> None:
     except Exception:
         sys.excepthook(*sys.exc_info())
         codes.append(1)
-    if codes[0]:
+    if codes[0] not in (0, os.EX_TEMPFAIL):  # the latter: a signal ended training, which was saved
         ending.end_now(codes)
     sys.exit(codes[0])
 
