@@ -80,6 +80,7 @@ def process(words: Sequence[str] = ()) -> None:
         codes.append(1)
     if codes[0] not in (0, os.EX_TEMPFAIL):  # the latter: a signal ended training, which was saved
         ending.end_now(codes)
+    ending.leave_devices()
     sys.exit(codes[0])
 
 
