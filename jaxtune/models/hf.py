@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import base_of
-from jaxtune.models.adapters.adapter_files import adapted_shapes, load_adapter
+from jaxtune.models.adapters.adapter_files import Ahead, load_adapter
 from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.components import of_tensors, resolved, set_compute
 from jaxtune.models.config import Source
@@ -317,15 +317,16 @@ def from_pretrained(
     """
     if base_of(path) is not None:
         longer = rope_scaling, max_position_embeddings
-        of_adapted = None
+        of_adapted, ahead = None, []
         if beside is not None:
 
             def of_adapted(shapes: Decoder, room: float | None, tokenizer: Callable[[], Tokenizer | None]) -> None:
-                beside(adapted_shapes(shapes, path), room, tokenizer)
+                ahead.append(Ahead(shapes, path))
+                beside(ahead[0].shapes, room, tokenizer)
 
         settings = dtype, load_in, max_length, precision, *longer, pictures
         model, tokenizer = load_base(path, *settings, of_adapted, streamed)
-        return load_adapter(model, path), tokenizer
+        return ahead[0].over(model) if ahead else load_adapter(model, path), tokenizer
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions, pictures)
     return _loaded(pretrained, (pretrained.folder,), beside, streamed)
