@@ -333,10 +333,10 @@ def measure(name: str, say: Callable[[str, Any], None]) -> None:
     if name in TRL:
         trl_steps(STEPS[TRL[name]], say)
         return
+    from jaxtune.system import host_memory
     from jaxtune.system.program_cache import use_program_cache
-    from jaxtune.train.planning.devices import allow_pinned_memory
 
-    allow_pinned_memory()
+    host_memory.allow_pinned()
     use_program_cache()
     if name in STEPS | OVER:
         whole_steps((STEPS | OVER)[name], say)

@@ -67,12 +67,20 @@ _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 
 def process(words: Sequence[str] = ()) -> None:
     """The entry point of a process that runs nothing else: `console` with these words before those of its command line.
-    It ends without taking Python's objects apart, which takes two seconds.
+    It ends without taking Python's objects apart, which takes two seconds, and after a failure without waiting for its
+    threads, which may compile for minutes.
     """
     invocation.note_command()
     codes: list[int] = []
     atexit.register(ending.end_now, codes)  # the first one is called last
-    codes.append(console([*words, *sys.argv[1:]]))
+    try:
+        codes.append(console([*words, *sys.argv[1:]]))
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        codes.append(1)
+    if codes[0] not in (0, os.EX_TEMPFAIL):  # the latter: a signal ended training, which was saved
+        ending.end_now(codes)
+    ending.leave_devices()
     sys.exit(codes[0])
 
 

@@ -61,16 +61,17 @@ cli.process(["info"])
 
 
 @pytest.mark.parametrize(
-    ("word", "code", "watcher"), [("0", 0, ""), ("75", 75, ""), ("75", 75, "nowhere.yaml"), ("unknown", 1, "")]
+    ("word", "code", "watcher"),
+    [("0", 0, ""), ("75", 75, ""), ("75", 75, "nowhere.yaml"), ("unknown", 1, ""), ("unknown", 1, "nowhere.yaml")],
 )
-def test_a_process_ends_without_taking_objects_apart_unless_it_is_watched(word, code, watcher):
+def test_a_process_takes_no_objects_apart_and_waits_for_threads_after_success_unless_it_is_watched(word, code, watcher):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COVERAGE_PROCESS_START": watcher}
     command = [sys.executable, "-c", PROCESS, word]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == code, done.stderr
     ends = "a thread ends\na handler runs\n"
-    ordinary = code == 1 or watcher
-    assert done.stdout == (f"{ends}taken apart\n" if ordinary else ends) and ("KeyError" in done.stderr) == (code == 1)
+    expected = f"{ends}taken apart\n" if watcher else "" if code == 1 else ends
+    assert done.stdout == expected and ("KeyError" in done.stderr) == (code == 1)
 
 
 @pytest.mark.parametrize(

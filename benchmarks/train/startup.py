@@ -51,9 +51,9 @@ def child(recipe: str) -> None:
 
     mark("python")
     from jaxtune import cli
-    from jaxtune.train.planning import devices
+    from jaxtune.system import host_memory
 
-    before_imports = devices.allow_pinned_memory  # the command calls it, and then imports the rest
+    before_imports = host_memory.allow_pinned  # the command calls it, and then imports the rest
 
     def instrumented() -> None:
         before_imports()
@@ -71,7 +71,7 @@ def child(recipe: str) -> None:
         marked(Engine, "compile", mark, "compiled")
         marked(TrainedModel, "begin", mark, "state")
 
-    devices.allow_pinned_memory = instrumented
+    host_memory.allow_pinned = instrumented
     if cli.console(["train", recipe]) != 0:
         sys.exit(1)
     mark("done")

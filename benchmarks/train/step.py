@@ -50,6 +50,7 @@ from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.format_names import LOAD_IN, QAT_GROUPS
+from jaxtune.system import host_memory
 from jaxtune.system.heap import frozen_heap
 from jaxtune.train.config import (
     AdapterConfig,
@@ -68,7 +69,7 @@ from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.engine.programs import Programs
 from jaxtune.train.planning.cost import abstract_model
-from jaxtune.train.planning.devices import allow_pinned_memory, device_peak_flops, memory_peak_bytes
+from jaxtune.train.planning.devices import device_peak_flops, memory_peak_bytes
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.trainer import Trainer
@@ -387,7 +388,7 @@ def cold_compile(options) -> float | None:
 
 def prepare(cache: str) -> None:
     """Before JAX starts: host memory is pinned, and compiled programs are kept in this folder."""
-    allow_pinned_memory()
+    host_memory.allow_pinned()
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

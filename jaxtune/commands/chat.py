@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> None:
     sampling.add_options(parser, temperature=0.7)
     common.add_timing(parser)
     options = parser.parse_args(arguments)
-    common.begin_import()
+    common.begin()
 
     from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.chat import Conversation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtune.pallas.format_names import LOAD_IN
-from jaxtune.system import invocation, terminal, timing
+from jaxtune.system import early_devices, invocation, terminal, timing
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
@@ -79,6 +79,12 @@ def begin_import(runs_code: bool = False) -> None:
     transformers_import.begin(runs_code or not invocation.is_command())
 
 
+def begin() -> None:
+    """Begins, beside the command's imports, what a command needs that loads a model on this machine alone."""
+    early_devices.begin()
+    begin_import()
+
+
 def streamed_to_export(pretrained: Pretrained) -> int:
     """Layers whose weights are in host memory while a model is exported."""
     from jaxtune.train.config import MemoryConfig
@@ -132,10 +138,6 @@ def load(
     from jaxtune.models.ends import with_end_tokens
 
     jaxtune.use_program_cache()
-    if streamed is not None:
-        from jaxtune.train.planning.devices import allow_pinned_memory
-
-        allow_pinned_memory()
     dtype, folder = options.dtype, Path(options.model).expanduser()
     base = base_of(folder)
     adapter, pictures = base is not None, pictures or (base is not None and adapts_tower(folder, base))

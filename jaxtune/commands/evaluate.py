@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import joining, progress
+from jaxtune.system import early_devices, joining, progress
 from jaxtune.system.terminal import say
 
 
@@ -31,12 +31,11 @@ def run(arguments: Sequence[str]) -> None:
     options = parse(parser, arguments)
 
     from jaxtune.train.config.file import config_to_dict, load_to_evaluate, names_code
-    from jaxtune.train.planning.devices import allow_pinned_memory
 
     config, checkpoint = load_to_evaluate(options.recipe, options.overrides)
     common.begin_import(names_code(config_to_dict(config)))
-    allow_pinned_memory()
     joining.join(options.coordinator, options.processes, options.process)
+    early_devices.begin()
     from jaxtune.train.scoring import evaluate as evaluate_config
 
     scores = evaluate_config(config, options.recipe, options.overrides, checkpoint, options.load_in)

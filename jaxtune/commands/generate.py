@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtune.commands import common, pictures, sampling
 from jaxtune.system import progress, timing
 from jaxtune.system.terminal import say
+
+if TYPE_CHECKING:
+    from jaxtune.conversations.tokenizing import Tokenizer
+    from jaxtune.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
 
 
 # arguments: the words after `jaxtune generate`: a model folder, hub name or adapter folder, the prompts, and options.
@@ -73,7 +82,7 @@ def run(arguments: Sequence[str]) -> None:
     if options.image and (options.prompts is not None or options.raw):
         parser.error(f"--image and {'--raw' if options.raw else '--prompts'}: pictures are of a --prompt in a chat")
     grammar = _grammar(options)
-    common.begin_import()
+    common.begin()
 
     from jaxtune.commands import answers
     from jaxtune.models.ends import with_end_tokens
@@ -91,7 +100,9 @@ def run(arguments: Sequence[str]) -> None:
     )
     if shown and (why := why_no_pictures(options.model)):
         raise ValueError(f"{shown} has pictures: {why}")
-    model, tokenizer = common.load(options, pictures=bool(shown), streamed=common.streamed_to_answer)
+    lone = options.prompt is not None and len(options.prompt) == 1 and not shown
+    beside = functools.partial(_begin, options) if lone else None
+    model, tokenizer = common.load(options, bool(shown), beside, common.streamed_to_answer)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
     folder = None if options.prompts is None else str(Path(options.prompts).parent)
@@ -125,6 +136,30 @@ def run(arguments: Sequence[str]) -> None:
         )
     if options.timing:
         progress.show_timing()
+
+
+def _begin(
+    options: argparse.Namespace, shapes: Decoder, room: float | None, tokenizer_of: Callable[[], Tokenizer | None]
+) -> None:
+    """Begins to load or compile the programs of the only prompt while the weights load; in vain if the memory then has
+    another plan.
+    """
+    from jaxtune.commands.answers import prompt_of
+    from jaxtune.models.ends import with_end_tokens
+    from jaxtune.models.generation.generate import begin
+    from jaxtune.models.generation.sampling import Sampling
+
+    if (tokenizer := tokenizer_of()) is None:
+        return
+    try:
+        prompt = prompt_of(
+            {"prompt": options.prompt[0]}, tokenizer, options.raw, "--prompt", options.template_arguments
+        )
+        settings = sampling.settings(options)
+        draws = Sampling(**{key: value for key, value in settings.items() if key not in ("seed", "stop_strings")})
+        begin(with_end_tokens(shapes, tokenizer), prompt.ids, options.max_new_tokens, draws, room)
+    except Exception as error:  # which the loaded model meets again
+        logger.info("no program was begun while the weights loaded: %s: %s", type(error).__name__, error)
 
 
 def _grammar(options: argparse.Namespace) -> str | None:

@@ -139,7 +139,7 @@ def _run(arguments: Sequence[str]) -> None:
     from jaxtune.serve.readers import Readers
 
     with Readers() as readers:
-        common.begin_import()
+        common.begin()
         _serve(options, key, readers)
     if options.timing:
         progress.show_timing()
@@ -162,7 +162,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
     from jaxtune.models.generation.adapters import read_adapter
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
-    from jaxtune.models.lora import freeze
+    from jaxtune.models.lora import without_adapter
     from jaxtune.models.programs.kept import Prepared
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
@@ -181,11 +181,11 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
 
     ahead = Prepared(0, 0)
 
-    def prepare_ahead(shapes: Decoder, room: float | None) -> None:
+    def prepare_ahead(shapes: Decoder, room: float | None, tokenizer: object) -> None:
         """The programs of the sampler to come, while its weights load; in vain if the memory then has another plan."""
         nonlocal ahead
         try:
-            shapes = freeze(shapes) if base_of(options.model) is not None else shapes  # as the base below is
+            shapes = without_adapter(shapes) if base_of(options.model) is not None else shapes  # as the base below is
             adapters = {name: read_adapter(shapes, path) for name, path in _named_folders(options)[1:]}
             with sampler_of(shapes, adapters, room, free_bytes=room) as sampler:
                 ahead = sampler.prepare()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import joining, progress, timing
+from jaxtune.system import early_devices, host_memory, joining, progress, timing
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -51,15 +51,16 @@ def run(arguments: Sequence[str]) -> int | None:
     common.begin_import(names_code(config_to_dict(config)))
     # By default JAX uses three quarters of the device; the planner counts on everything after the CUDA context.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    from jaxtune.train.planning.devices import allow_pinned_memory
-
-    allow_pinned_memory()
+    host_memory.allow_pinned()
+    trains, places = not (options.plan or options.check), (options.coordinator, options.processes, options.process)
+    if trains and not joining.is_one_of_several(*places):
+        early_devices.begin()
     from jaxtune.train.spec.run_spec import decided_objective
 
     objective = decided_objective(config)  # refuses keys before others are waited for
     timing.imported()
     if not options.plan:
-        joining.join(options.coordinator, options.processes, options.process)
+        joining.join(*places)
     if config.data.train and not (options.plan and config.plan.device is not None):
         from jaxtune.train.data.rows.first_look import require_readable
         from jaxtune.train.spec.pictures import reads_pictures, refusal

@@ -12,7 +12,7 @@ import os
 import threading
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import base_of
-from jaxtune.models.adapters.adapter_files import load_adapter
+from jaxtune.models.adapters.adapter_files import Ahead, load_adapter
 from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.components import of_tensors, resolved, set_compute
 from jaxtune.models.config import Source
@@ -71,8 +72,8 @@ from jaxtune.system.disk import require_room
 _ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
 _DTYPE = "bfloat16"  # the default
 
-# (a model's shapes, the bytes of device memory that its weights leave free; None: unknown)
-type Beside = Callable[[Decoder, float | None], object]
+# (a model's shapes, the bytes of device memory that its weights leave free or None if unknown, waits for the tokenizer)
+type Beside = Callable[[Decoder, float | None, Callable[[], Tokenizer | None]], object]
 
 
 # ---- loading
@@ -225,7 +226,7 @@ class Pretrained:
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
             elsewhere = [*stay, *pinned]
-            nf4 = None if self.packed or how == "nf4" else self.device_bytes("nf4", elsewhere)
+            nf4 = None if self.packed or how == "nf4" else functools.partial(self.device_bytes, "nf4", elsewhere)
             with timing.phase("devices"):
                 load_memory.require_room(self.folder, self.device_bytes(None, elsewhere), how, nf4)
 
@@ -305,9 +306,10 @@ def from_pretrained(
         {"rope_type": "yarn", "factor": 4.0}.
       pictures: True loads the tower of Qwen3.5 and 3.6, too, frozen and in 16 bits or `dtype`, so that the model reads
         pictures; an adapter's names are then those of the whole model.
-      beside: called in a thread while the weights load, such as to compile, with the model as shapes (an adapter's
-        base) and the bytes of device memory that it leaves free, or None; its errors are raised. Not called for a
-        checkpoint that is stored quantised, whose shapes only its bytes show.
+      beside: called in a thread while the weights load, such as to compile, with the model as shapes, its adapter's
+        too, the bytes of device memory that it leaves free, or None, and a function that waits for the tokenizer; its
+        errors are raised at once. Not called for a checkpoint that is stored quantised, whose shapes only its bytes
+        show.
       streamed: says, by the files' headers, of how many layers the weights stay in pinned host memory and stream.
 
     Raises ValueError for an unsupported model; missing, extra or misshaped tensors; a damaged file; pickles; too little
@@ -315,8 +317,16 @@ def from_pretrained(
     """
     if base_of(path) is not None:
         longer = rope_scaling, max_position_embeddings
-        model, tokenizer = load_base(path, dtype, load_in, max_length, precision, *longer, pictures, beside, streamed)
-        return load_adapter(model, path), tokenizer
+        of_adapted, ahead = None, []
+        if beside is not None:
+
+            def of_adapted(shapes: Decoder, room: float | None, tokenizer: Callable[[], Tokenizer | None]) -> None:
+                ahead.append(Ahead(shapes, path))
+                beside(ahead[0].shapes, room, tokenizer)
+
+        settings = dtype, load_in, max_length, precision, *longer, pictures
+        model, tokenizer = load_base(path, *settings, of_adapted, streamed)
+        return ahead[0].over(model) if ahead else load_adapter(model, path), tokenizer
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions, pictures)
     return _loaded(pretrained, (pretrained.folder,), beside, streamed)
@@ -384,9 +394,15 @@ def _loaded(
     def first() -> Any:
         return next((tokenizer for folder in tokenizers if (tokenizer := load_tokenizer(folder)) is not None), None)
 
+    cancelled = threading.Event()
+
     def call_beside(room: float | None) -> None:
-        if beside is not None and (shapes := pretrained.shapes()) is not None:
-            beside(changed(shapes), room)
+        try:
+            if beside is not None and (shapes := pretrained.shapes()) is not None:
+                beside(changed(shapes), room, tokenizer.result)
+        except BaseException:
+            cancelled.set()
+            raise
 
     pool = ThreadPoolExecutor(2, "beside loading")
     try:
@@ -394,7 +410,11 @@ def _loaded(
         with timing.phase("devices"):
             free = load_memory.free_bytes()
         ends = pool.submit(call_beside, None if free is None else float(free - pretrained.device_bytes()))
-        model = changed(pretrained.load(level=0 if streamed is None else streamed(pretrained)))
+        try:
+            model = changed(pretrained.load(cancelled, level=0 if streamed is None else streamed(pretrained)))
+        except CancelledError:
+            ends.result()  # raises why
+            raise
         with timing.phase("wait", "the tokenizer"):
             loaded = tokenizer.result()
         with timing.phase("wait", "programs"):

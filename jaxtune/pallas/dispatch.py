@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxtune.pallas import versions
-from jaxtune.system import timing
+from jaxtune.system import timing, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def built[Built](build: Callable[[], Built]) -> Built:
     try:
         programs = build()
     except Exception:  # a kernel that fails its check may not even lower or compile
-        if not _failed(queued):
+        if waiting.failed() is not None or not _failed(queued):
             raise
     else:
         if not _failed(queued):

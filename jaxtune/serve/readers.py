@@ -93,6 +93,9 @@ class Readers:
                 reader.end()
                 return
             self._known.wait()
+            if self._closed.is_set():  # before there were any models
+                reader.end()
+                return
             if reader.has(self._models):
                 self._idle.put(reader)
                 return

@@ -6,6 +6,7 @@ its code.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -77,11 +78,23 @@ def leave(code: int) -> None:
 _WATCHERS = "CUDA_INJECTION64_PATH", "LD_PRELOAD", "COVERAGE_PROCESS_START"
 
 
+def _is_watched() -> bool:
+    return any(map(os.environ.get, _WATCHERS))
+
+
+def leave_devices() -> None:
+    """The end of a single process that ends by `end_now` frees no device and no cache of JAX's one by one."""
+    if "jax" in sys.modules and count() == 1 and not _is_watched():
+        from jaxtune.system.private_jax import clean_up
+
+        atexit.unregister(clean_up)
+
+
 def end_now(codes: list[int]) -> None:
     """Ends this process with the one code in a list, if there is one, without Python's finalization, unless a profiler
     watches it.
     """
-    if codes and not any(map(os.environ.get, _WATCHERS)):
+    if codes and not _is_watched():
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

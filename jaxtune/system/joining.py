@@ -68,6 +68,11 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     watch()
 
 
+def is_one_of_several(*arguments: str | int | None) -> bool:
+    """Whether `join` with these arguments waits for others, or refuses them."""
+    return any(word is not None for word in arguments) or _by_surroundings(os.environ) is not None
+
+
 def _compile_alone() -> None:
     """Has XLA time algorithms in each process alone, unless XLA_FLAGS say otherwise: with shared work, one that finds
     its program in a cache has nothing to share, and the others wait forever.

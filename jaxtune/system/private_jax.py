@@ -7,6 +7,7 @@ config: use_shardy_partitioner for one program, not the process; the settings on
 distributed: global_state; public functions start the backend, before joining.
 fused_attention_stablehlo: cuDNN attention with windows in packed rows and statistics for a backward pass.
 lib: cuda_versions, of the loaded CUDA libraries.
+clean_up: what JAX does at the end of a process, a seventh of a second and more.
 """
 
 from jax._src import compilation_cache as compilation_cache
@@ -14,6 +15,7 @@ from jax._src import config as config
 from jax._src import core as core
 from jax._src import distributed as distributed
 from jax._src import lib as lib
+from jax._src.api import clean_up as clean_up
 from jax._src.clusters import ClusterEnv as ClusterEnv
 from jax._src.compilation_cache_interface import CacheInterface as CacheInterface
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo

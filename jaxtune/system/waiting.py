@@ -60,6 +60,7 @@ class _Code:
 
 _listeners: list[_Listener] = []
 _codes: list[_Code] = []
+_needed: list[Future] = []
 _reported: set[str] = set()
 _silent: dict[str, float] = {}  # seconds after which a kind of wait is reported the next time
 _alarm = LockAlarm()
@@ -97,6 +98,34 @@ def look() -> None:
     """One look, for loops that work between waits, such as a sampler's rounds."""
     if _listeners and _listeners[-1].thread == threading.get_ident():
         _listeners[-1].looks()
+
+
+@contextlib.contextmanager
+def needing(future: Future) -> Iterator[None]:
+    """Within it, work that is in vain without the future's result ends by `raise_failed` once that has failed."""
+    _needed.append(future)
+    try:
+        yield
+    finally:
+        _needed.remove(future)
+
+
+def failed() -> BaseException | None:
+    """Why something that is needed has failed."""
+    done = [future for future in _needed if future.done() and not future.cancelled()]
+    return next((error for future in done if (error := future.exception()) is not None), None)
+
+
+def raise_failed() -> None:
+    if (error := failed()) is not None:
+        raise error
+
+
+def needed[T](future: Future[T]) -> T:
+    """Its result, unless what is needed beside it fails before."""
+    while not wait([future], _SLICE_SECONDS).done:
+        raise_failed()
+    return future.result()
 
 
 def result[T](

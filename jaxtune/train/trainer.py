@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of, with_end_tokens
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
-from jaxtune.system import processes, shared_folders, timing
+from jaxtune.system import host_memory, processes, shared_folders, timing
 from jaxtune.system.files import remove_temporary
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
@@ -56,7 +56,7 @@ from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer.schedule import new_rates
 from jaxtune.train.planning import plan_text
-from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
+from jaxtune.train.planning.devices import device_peak_flops
 from jaxtune.train.planning.disk import Written, disk_lines, written_by
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
@@ -427,7 +427,7 @@ class Trainer:
             model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.step.needs.rows_before
         )
         phases = [*self.stored.phases(self.engine), *phases]
-        return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
+        return phase_lines(phases, planner.budget_bytes, host_memory.size_bytes(), self.sampled, self.slots)
 
     def pass_notes(self) -> list[str]:
         """The time of passes over rows that lack references, and held-out ones, whose weights stream; else []."""

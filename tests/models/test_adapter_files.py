@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from flax import nnx
 from llama_cpp_models import made
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tiny import CONFIGS
 from tiny_models import adapted_model, golden_model, tiny_model
 
-from jaxtune import get_peft_model, load_adapter, save_adapter
+from jaxtune import from_pretrained, get_peft_model, load_adapter, save_adapter, save_pretrained
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.adapter_files import adapter_tensors
+from jaxtune.models.hf import model_from_config
 from jaxtune.models.lora import copy_structure, linears
 
 TOKENS = jnp.arange(24).reshape(2, 12)
@@ -50,6 +53,31 @@ def test_saved_adapter_loads_back_the_same(tmp_path, name, tied):
     assert float(jnp.abs(model(TOKENS) - base(TOKENS)).max()) > 1e-2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter"]
     assert sorted(os.listdir(tmp_path / "adapter")) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+EXPERTS = dict(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+
+
+@pytest.mark.parametrize("load_in", [None, "nf4", "fp8"])
+@pytest.mark.parametrize("name", [*SETTINGS, "experts"])
+def test_an_adapter_read_beside_its_base_is_the_one_read_after_it(tmp_path, caplog, name, load_in):
+    hf = CONFIGS["qwen3_moe" if name == "experts" else "llama"]
+    save_pretrained(model_from_config(hf, jax.random.key(0), "bfloat16"), tmp_path / "base")
+    base, _ = from_pretrained(tmp_path / "base", load_in=load_in)
+    settings = EXPERTS if name == "experts" else SETTINGS[name]
+    save_adapter(adapted_model(base, **settings), tmp_path / "adapter")
+    shapes = []
+    after, _ = from_pretrained(tmp_path / "adapter")
+    caplog.clear()
+    beside, _ = from_pretrained(tmp_path / "adapter", beside=lambda model, *_: shapes.append(nnx.state(model)))
+    assert nnx.graphdef(beside) == nnx.graphdef(after) and beside.source == after.source and caplog.text == ""
+    assert (beside.base_digest, beside.base_fingerprint) == (base.base_digest, base.base_fingerprint)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(beside), nnx.state(after))
+    found, want = (jax.tree.leaves(state) for state in (shapes[0], nnx.state(after)))
+    assert [leaf.shape for leaf in found] == [leaf.shape for leaf in want]
+    edit_tensors(tmp_path / "adapter", **{next(iter(adapter_tensors(after))): np.full((3, 1), np.nan, np.float32)})
+    with pytest.raises(ValueError, match="not finite"):
+        from_pretrained(tmp_path / "adapter", beside=lambda *_: None)
 
 
 def test_file_layout(tmp_path):

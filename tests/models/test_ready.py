@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import picture_rows
 import pytest
+from drawn import draws, model_of
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from jaxtune import Decoder, Sampler
 from jaxtune.models.generation import prefills, ready, slots
 from jaxtune.models.generation import sampler as sampler_module
 from jaxtune.models.generation.adapters import Adapter
+from jaxtune.models.generation.generate import begin
 from jaxtune.models.generation.requests import PromptPictures
+from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.generation.structure import flattened
 from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.programs import kept as kept_programs
@@ -297,6 +300,33 @@ def test_a_second_start_compiles_nothing(model, monkeypatch, tmp_path):
             counts.append(sampler.prepare())
     slots.programs.cache_clear()
     assert counts[0].compiled == counts[1].loaded > 10 and counts[0].loaded == counts[1].compiled == 0
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@draws(3)
+@given(
+    length=st.sampled_from([1, 2, 16, 17, 100, 511, 513, 514]) | st.integers(1, 600),
+    new=st.integers(1, 30),
+    settings=st.sampled_from(
+        [{}, {"temperature": 0.9}, {"temperature": 1.1, "top_p": 0.9}, {"repetition_penalty": 1.3}]
+    ),
+)
+def test_what_is_begun_by_shapes_is_all_that_a_lone_answer_needs(monkeypatch, adapted, length, new, settings):
+    model = model_of()
+    model = adapted_model(model, r=4) if adapted else model
+    graph, state = nnx.split(model)
+    shapes = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_programs, "cache_of_programs", in_use)
+        patch.setattr(ready, "begin", kept_programs.prepare)  # and wait for it
+        slots.programs.cache_clear()
+        functions = [f for f in slots.programs_of(False, 1) if isinstance(f, kept_programs.Function)]
+        begin(shapes, [3] * length, new, Sampling(**settings))
+        begun = [set(function._programs) for function in functions]
+        assert sum(map(len, begun)) >= 2
+        jaxtune.generate(model, [[3] * length], new, **settings)
+        assert [set(function._programs) for function in functions] == begun
+    slots.programs.cache_clear()
 
 
 # ---- with pictures

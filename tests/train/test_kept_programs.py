@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -31,7 +32,7 @@ from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.lora import without_adapter
 from jaxtune.models.programs import kept as kept_programs
-from jaxtune.models.programs.described import Digests, Undescribed, replaced
+from jaxtune.models.programs.described import Digests, Undescribed, _Known, replaced
 from jaxtune.models.programs.kept import Function, Request, programs_of
 from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.program_cache import in_use
@@ -140,6 +141,18 @@ def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
                 patch.setitem(holder, name, form) if isinstance(holder, dict) else patch.setattr(holder, name, form)
                 assert replaced("jaxtune") is not None, form
     assert replaced("jaxtune") is None
+
+
+def test_threads_look_for_functions_of_the_user_at_the_same_time(kept, monkeypatch):
+    """While another one fills a table."""
+    monkeypatch.setattr(step, "table", table := {}, raising=False)
+    for _ in range(3):
+        _Known.safe.clear()
+        with ThreadPoolExecutor(4) as pool:
+            looks = [pool.submit(replaced, package) for package in kept_programs.COMPUTING * 2]
+            while not all(look.done() for look in looks):
+                table[len(table)] = replaced
+        assert [look.result() for look in looks] == [None] * 8
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -27,7 +27,7 @@ from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices
-from jaxtune.system import terminal
+from jaxtune.system import host_memory, terminal
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,
@@ -725,17 +725,17 @@ def test_tiny_shapes_have_a_cost_too():
 def test_the_host_memory_of_a_container_or_job_is_what_its_group_allows(monkeypatch, tmp_path):
     """The least of the groups around the process, of both versions of cgroups; and the plan says so."""
     own, groups = tmp_path / "own", tmp_path / "groups"
-    monkeypatch.setattr(devices, "_OWN_GROUPS", own)
-    monkeypatch.setattr(devices, "_GROUPS", groups)
-    monkeypatch.setattr(devices, "_machine_bytes", lambda: 256 * 10**9)
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", own)
+    monkeypatch.setattr(host_memory, "_GROUPS", groups)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 256 * 10**9)
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)  # what another test let XLA pin
-    assert devices.host_memory_bytes() == 256e9 and find_device("NVIDIA H200", 140e9).host_note == ""
+    assert host_memory.size_bytes() == 256e9 and find_device("NVIDIA H200", 140e9).host_note == ""
     (groups / "job" / "step").mkdir(parents=True)
     own.write_text("0::/job/step\n")
     (groups / "job" / "step" / "memory.max").write_text("max\n")
     (groups / "job" / "memory.max").write_text("64000000000\n")
-    assert devices.host_memory_bytes() == 64e9
+    assert host_memory.size_bytes() == 64e9
     device = find_device("NVIDIA H200", 140e9)
     assert device.host_bytes == 0.7 * 64e9 and device.host_memory_bytes == 64e9
     assert device.host_note == (
@@ -747,20 +747,20 @@ def test_the_host_memory_of_a_container_or_job_is_what_its_group_allows(monkeypa
     own.write_text("12:pids:/x\n4:cpu,memory:/docker/1\n")
     (groups / "memory").mkdir()  # a container whose own group is shown as the root
     (groups / "memory" / "memory.limit_in_bytes").write_text("32000000000\n")
-    assert devices.host_memory_bytes() == 32e9
+    assert host_memory.size_bytes() == 32e9
     (groups / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # not limited
-    assert devices.host_memory_bytes() == 256e9
+    assert host_memory.size_bytes() == 256e9
 
 
 def test_pinned_memory_is_what_xla_may_pin(monkeypatch):
-    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 200e9)
+    monkeypatch.setattr(host_memory, "size_bytes", lambda: 200e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")  # so that it is put back
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     assert find_device("NVIDIA H200", 140e9).host_bytes == 61 * 2**30  # XLA pins 64, of which loading takes some
-    devices.allow_pinned_memory()
+    host_memory.allow_pinned()
     assert find_device("NVIDIA H200", 140e9).host_bytes == 0.7 * 200e9
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "500")
-    devices.allow_pinned_memory()
+    host_memory.allow_pinned()
     assert find_device("NVIDIA H200", 140e9).host_bytes == 0.7 * 200e9
 
 
@@ -778,7 +778,7 @@ def test_what_is_pinned_leaves_room_for_the_copy_of_a_save(parts_8b):
 
 def test_the_devices_of_a_host_share_its_memory(monkeypatch):
     """Whether one process has them all, or each process has one: together they never plan to pin more than there is."""
-    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 400e9)
+    monkeypatch.setattr(host_memory, "size_bytes", lambda: 400e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "260")
     for sharing in ((8, 8), (8, 1), (2, 2), (1, 1)):
         each = find_device("NVIDIA H200", 140e9, sharing=sharing).host_bytes

@@ -8,15 +8,15 @@ from jaxtune import cli
 from jaxtune.models.placement import partition
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import fp8
+from jaxtune.system import host_memory
 from jaxtune.train import shown_plan
-from jaxtune.train.planning import devices
 
 
 @pytest.mark.full
 def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
     """On GPUs that share the host's memory, of which there are fewer here than a mesh may ask for."""
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 400e9)
+    monkeypatch.setattr(host_memory, "size_bytes", lambda: 400e9)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "500")
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 140e9})
 

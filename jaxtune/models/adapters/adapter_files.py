@@ -41,7 +41,7 @@ from jaxtune.models.files import headers, shards
 from jaxtune.models.files.folders import new_folder
 from jaxtune.models.files.model_folder import find_config, save_companions
 from jaxtune.models.files.quant import rounded_by
-from jaxtune.models.heads import head_of_task
+from jaxtune.models.heads import Head, head_of_task
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import (
     experts,
@@ -53,6 +53,7 @@ from jaxtune.models.lora import (
     pattern_values,
 )
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.streams import is_on_host
 from jaxtune.models.registry import is_passthrough, text_config, whole_tensor_name
 from jaxtune.models.reward import with_head
 from jaxtune.system.files import atomic_write
@@ -216,15 +217,71 @@ def to_host(model: Decoder) -> Decoder:
     return _moved(model, np.asarray)
 
 
-def _moved(model: Decoder, move: Callable[[jax.Array | np.ndarray], jax.Array | np.ndarray]) -> Decoder:
+def _moved(model: Decoder, move: Callable[[jax.Array | np.ndarray], object]) -> Decoder:
     for tensor in adapter_tensors(model).values():
-        variable = tensor.variable if isinstance(tensor, ExpertTensor) else tensor
+        variable = _variable(tensor)
         variable.set_value(move(variable.get_value()))
     return model
 
 
-def adapter_on_host(model: Decoder, path: str | os.PathLike) -> Decoder:
-    """load_adapter with the adapter's tensors in host memory, as numpy arrays."""
+class Ahead:
+    """An adapter that is read before the arrays of its base, whose form is known. Errors are those of load_adapter.
+
+    base: as shapes.
+
+    Attributes:
+      shapes: the model that load_adapter makes, as shapes.
+    """
+
+    def __init__(self, base: Decoder, path: str | os.PathLike):
+        self._path = Path(path).expanduser()
+        self._is_own_head = base.config.head.is_text and not adapter_head(self._path).is_text
+        self.shapes = adapter_on_host(base, path, is_known=False)
+        self._arrays = {key: _variable(tensor).get_value() for key, tensor in adapter_tensors(self.shapes).items()}
+        _moved(self.shapes, lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype))
+
+    def over(self, base: Decoder) -> Decoder:
+        """load_adapter over the base, whose form is that of the shapes unless it is partly on the host."""
+        leaves = jax.tree.leaves(nnx.state(base))
+        if self._is_own_head or any(not isinstance(leaf, jax.Array) or is_on_host(leaf) for leaf in leaves):
+            return load_adapter(base, self._path)
+        with safe_open(self._path / WEIGHTS_NAME, framework="numpy") as file:
+            _check_base(self._path, file.metadata() or {}, base)
+        _note_difference(self._path, base)
+        adapted = self.shapes
+        adapted.base_digest, adapted.base_fingerprint = base.base_digest, base.base_fingerprint
+        _share_base(base, adapted)
+        for key, tensor in adapter_tensors(adapted).items():
+            _variable(tensor).set_value(jnp.asarray(self._arrays[key]))
+        return adapted
+
+
+def adapter_head(folder: Path) -> Head:
+    """Of the model that an adapter makes."""
+    return head_of_task(read_adapter_config(folder).get("task_type"))
+
+
+def _note_difference(folder: Path, base: Decoder) -> None:
+    """Says how a base differs from what the adapter was trained over."""
+    over = trained_over.read(folder)
+    if over is not None and (mismatch := trained_over.difference(over, base)) is not None:
+        logger.warning(
+            "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
+            "recipe, model.load_in)",
+            folder,
+            mismatch,
+            str(folder),
+        )
+
+
+def _variable(tensor: nnx.Variable | ExpertTensor) -> nnx.Variable:
+    return tensor.variable if isinstance(tensor, ExpertTensor) else tensor
+
+
+def adapter_on_host(model: Decoder, path: str | os.PathLike, is_known: bool = True) -> Decoder:
+    """load_adapter with the adapter's tensors in host memory, as numpy arrays. is_known: False: the base has
+    shapes, and nothing is said of its form.
+    """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
     if model.config.head.is_text:
@@ -234,14 +291,8 @@ def adapter_on_host(model: Decoder, path: str | os.PathLike) -> Decoder:
     if model.vision is None:
         _refuse_towers(folder, model, arrays)
     over = trained_over.read(folder)
-    if over is not None and (mismatch := trained_over.difference(over, model)) is not None:
-        logger.warning(
-            "%s: %s, so it does not compute what was trained. from_pretrained(%r) loads the base as it was (in a "
-            "recipe, model.load_in)",
-            folder,
-            mismatch,
-            str(path),
-        )
+    if is_known:
+        _note_difference(folder, model)
     # For a model with a vision tower the adapter's config has the names that linears have in the whole model.
     spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
     arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
@@ -284,7 +335,10 @@ def adapter_on_host(model: Decoder, path: str | os.PathLike) -> Decoder:
         alpha_pattern=patterns("alpha_pattern"),
     )
     # Shapes first, so that no adapter is allocated with a rank that the file does not have.
-    adapted = nnx.eval_shape(lambda: get_peft_model(model, **settings))
+    if is_known:
+        adapted = nnx.eval_shape(lambda: get_peft_model(model, **settings))
+    else:
+        adapted = nnx.eval_shape(lambda base: get_peft_model(base, **settings), model)
     variables = adapter_tensors(adapted)
     _check_tied(folder, model, arrays)
     arrays = _current_experts(folder, config, variables, arrays)

@@ -29,6 +29,7 @@ STORED = DTYPES | {
     **{f"U{8 * size}": np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)},
 }
 DTYPE_NAMES = {dtype.name: name for name, dtype in STORED.items()}
+_REMEDY = "fetch the file again"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -56,18 +57,21 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if actual < 8 or length > min(_MAX_HEADER_BYTES, actual - 8):
-            raise ValueError(f"{file}: not a whole safetensors file: header of {length} bytes, file of {actual} bytes")
+            sizes = f"header of {length} bytes, file of {actual} bytes"
+            raise ValueError(f"{file}: not a whole safetensors file: {sizes}; {_REMEDY}")
         raw = stream.read(length)
     start = 8 + length
     try:
         header = json.loads(raw)
         entries = {name: _entry(name, item, file, start) for name, item in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file}: its safetensors header is corrupt ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{file}: its safetensors header is corrupt ({type(error).__name__}: {error}); {_REMEDY}"
+        ) from None
     expected = max((entry.offset + entry.size_bytes for entry in entries.values()), default=start)
     if expected != actual:
         kind = "truncated" if actual < expected else "too long"
-        raise ValueError(f"{file}: {kind}: expected {expected} bytes, found {actual}; fetch the file again")
+        raise ValueError(f"{file}: {kind}: expected {expected} bytes, found {actual}; {_REMEDY}")
     try:
         with safe_open(file, framework="numpy"):  # maps the file and reads only the header
             pass
@@ -75,7 +79,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         for entry in entries.values():
             if entry.dtype in STORED:
                 check_size(entry)
-        raise ValueError(f"{file}: its safetensors header is corrupt ({error}); fetch the file again") from None
+        raise ValueError(f"{file}: its safetensors header is corrupt ({error}); {_REMEDY}") from None
     return entries
 
 

@@ -8,7 +8,7 @@ import functools
 import gc
 import math
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import jax
@@ -61,14 +61,14 @@ def encoded_shapes(shape: tuple[int, ...], dtype: str, load_in: str) -> Stored:
     return jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
 
 
-def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | None) -> None:
+def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: Callable[[], int] | None) -> None:
     """Raises ValueError if the weights exceed the free memory of this process's first device. XLA would retry the
     allocation for seconds, and not say what fits.
 
       folder: of the checkpoint, for the error.
       need_bytes: of the weights on this device.
       storage: their dtype or format, for the error.
-      nf4_bytes: of the weights in NF4, which the error recommends if it fits; None: it does not.
+      nf4_bytes: counts those of the weights in NF4, which the error recommends if it fits; None: it does not.
     """
     limit, free = _memory()
     if limit is None or need_bytes <= free:
@@ -79,13 +79,14 @@ def require_room(folder: Path, need_bytes: int, storage: str, nf4_bytes: int | N
         return
     free_text = f", of which {free / _GB:.1f} are free" if limit - free > 0.01 * limit else ""
     remedy = "a smaller model or a larger card is needed"
-    if nf4_bytes is not None and nf4_bytes <= free:
+    in_nf4 = None if nf4_bytes is None else nf4_bytes()  # its shapes are traced, which takes up to a second
+    if in_nf4 is not None and in_nf4 <= free:
         remedy = (
-            f"in four bits they take {nf4_bytes / _GB:.1f} GB: --load-in nf4 (in Python load_in='nf4'; in a recipe "
+            f"in four bits they take {in_nf4 / _GB:.1f} GB: --load-in nf4 (in Python load_in='nf4'; in a recipe "
             "model.load_in=nf4, with an adapter)"
         )
-    elif nf4_bytes is not None:
-        remedy = f"in four bits, too, they take {nf4_bytes / _GB:.1f} GB; {remedy}"
+    elif in_nf4 is not None:
+        remedy = f"in four bits, too, they take {in_nf4 / _GB:.1f} GB; {remedy}"
     format_text = FORMATS[storage].title if storage in FORMATS else f"in {storage}"
     raise ValueError(
         f"{folder}: its weights take {need_bytes / _GB:.1f} GB {format_text}, and the device "

@@ -238,11 +238,13 @@ def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
             shard_entries = headers.read_header(folder / name)
             twice = sorted(set(shard_entries) & set(entries))
             if twice:
-                raise ValueError(f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}")
+                raise ValueError(
+                    f"{twice[0]} is in two shards: {entries[twice[0]].file.name} and {name}; fetch them again"
+                )
             entries |= shard_entries
         for tensor, name in weight_map.items():
             if tensor not in entries or entries[tensor].file.name != name:
-                raise ValueError(f"{index}: says that {tensor} is in {name}, but it is not")
+                raise ValueError(f"{index}: says that {tensor} is in {name}, but it is not; fetch them again")
     else:
         pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
         if pickles:
@@ -250,7 +252,7 @@ def weight_entries(folder: Path) -> dict[str, headers.TensorEntry]:
                 f"{folder}: its weights are a pickle ({pickles[0]}), which can run code when opened and is refused; "
                 "convert it to safetensors (save_pretrained of transformers does)"
             )
-        raise ValueError(f"{folder}: there is no {WEIGHTS} or {INDEX} in it")
+        raise ValueError(f"{folder}: there is no {WEIGHTS} or {INDEX} in it; fetch its weights again")
     return {name: entry for name, entry in entries.items() if not _IGNORED.search(name)}
 
 

@@ -95,7 +95,8 @@ def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: b
     if shapes:
         problems.append(f"of another shape: {listed(shapes)}")
     if problems:
-        raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
+        words = "; ".join(problems)
+        raise ValueError(f"{folder}: the weights do not fit config.json; tensors {words}: fetch it or them again")
     for name in expected_shapes:
         if not isinstance(entries[name], StoredEntry | StackedEntry):
             headers.check_entry(entries[name])

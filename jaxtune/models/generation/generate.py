@@ -34,6 +34,7 @@ from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
 _SMALLEST_LENGTH = 16  # training_logprobs pads prompts, and new tokens, to at least this many
 _MOST_SLOTS = 256
+_STEPS = 8  # of a round of decoding
 _SLOTS_OF_SAME_BITS = 32  # slots for any number of prompts, see Sampler's `deterministic`
 
 
@@ -127,16 +128,8 @@ def generate(
         raise ValueError("generate: deterministic log-probabilities of prompts with pictures are not supported")
     if deterministic and output_logprobs:
         partition.require_undivided(nnx.state(model), "generate: deterministic log-probabilities")
-    sampler = Sampler(
-        model,
-        _SLOTS_OF_SAME_BITS if deterministic else None,
-        max(limits),
-        most_slots=share_of(nnx.state(model), min(_bucket(len(rows), 1), _MOST_SLOTS)),
-        deterministic=deterministic,
-        tokens_per_round=1 if streamer is not None else 8,
-        prefix_bytes=None if deterministic else worthwhile_bytes(rows),
-        cache=cache,
-    )
+    steps = 1 if streamer is not None else _STEPS
+    sampler = _sampler(model, rows, max(limits), deterministic, steps, cache=cache)
     answers: list[list[int]] = [[] for _ in rows]
     logprobs: list[list[float]] = [[] for _ in rows]
     with sampler:
@@ -167,6 +160,41 @@ def generate(
     if deterministic:
         logprobs = training_logprobs(model, rows, answers, max_new_tokens)
     return answers, logprobs
+
+
+def begin(
+    shapes: Decoder, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, free_bytes: float | None = None
+) -> None:
+    """Begins to load or compile, in threads, the programs with which `generate` continues one prompt, if programs are
+    kept.
+
+    shapes: the model as shapes. sampling: without biases. free_bytes: of device memory beside it; None: unknown.
+    """
+    with _sampler(shapes, [prompt], len(prompt) + max_new_tokens, free_bytes=free_bytes) as sampler:
+        sampler.begin(len(prompt), max_new_tokens, sampling, len(sampler.ends))
+
+
+def _sampler(
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    length: int,
+    deterministic: bool = False,
+    steps: int = _STEPS,
+    free_bytes: float | None = None,
+    cache: str | None = None,
+) -> Sampler:
+    """That of `generate`, for rows of `length` tokens at most."""
+    return Sampler(
+        model,
+        _SLOTS_OF_SAME_BITS if deterministic else None,
+        length,
+        most_slots=share_of(nnx.state(model), min(_bucket(len(rows), 1), _MOST_SLOTS)),
+        free_bytes=free_bytes,
+        deterministic=deterministic,
+        tokens_per_round=steps,
+        prefix_bytes=None if deterministic else worthwhile_bytes(rows),
+        cache=cache,
+    )
 
 
 def _bucket(size: int, smallest: int) -> int:

@@ -257,6 +257,15 @@ class Prefills:
             return self._chosen_look(request, capacity) is not None
         return self._chosen(count, capacity) is not None
 
+    def of_lone(self, count: int, capacity: int) -> list[Size]:
+        """The programs for `count` tokens of one prompt without pictures, while all programs count as ready."""
+        if count == 0:
+            return [Insert(capacity, 1, 1)]
+        width, room = self._chosen(count, capacity) or (_padded(count), 0)
+        if count > self._piece:
+            return self._long_sizes(count, width, room, capacity)
+        return _batch_sizes(1, width, capacity)
+
     def usual(self, capacity: int) -> list[Size]:
         """The programs that serve all prompts whose rows fit into `capacity`, each longer than it by at most some
         times; the slowest first.

@@ -278,9 +278,9 @@ class Ready:
             self._queue.ready.update(sizes)
         return prepared
 
-    def begin(self, size: Size) -> None:
-        """Begins to load or compile a program in a thread, if programs are kept."""
-        begin(self._queue.shapes.calls(size))
+    def begin(self, *sizes: Size) -> None:
+        """Begins to load or compile programs in threads, if programs are kept; the slowest should come first."""
+        begin([call for size in sizes for call in self._queue.shapes.calls(size)])
 
     def choose(self, *options: Sequence[Size]) -> int | None:
         """The index of the first option whose programs are all ready; the first option's are compiled otherwise. None:

@@ -935,6 +935,15 @@ class Sampler:
             self._seen = self._empty_seen()
         return prepared
 
+    def begin(self, prompt: int, max_new_tokens: int, sampling: Sampling, end_tokens: int) -> None:
+        """Begins to load or compile, in threads, the programs of a lone row, if programs are kept; also for a model of
+        shapes. prompt: its tokens. sampling: without biases. end_tokens: how many end it.
+        """
+        capacity = length_bucket(self.plan.length if self._whole else prompt + max_new_tokens)
+        size = self._size(sampling.kind, self._steps, False, capacity)
+        size = dataclasses.replace(size, ends=max(next_power(end_tokens), size.ends))
+        self._ready.begin(size, *self._prefills.of_lone(prompt - 1, capacity))
+
     def rehearse(self) -> None:
         """Runs the programs of usual rows once: the first run of a program takes longer than later ones. ValueError
         while requests are not done.

@@ -76,7 +76,9 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     structure = structure_of(graph, treedef, model.config)
     indices = rounded_indices(structure, tuple(leaf.shape for leaf in leaves))
     indices = [index for index in indices if leaves[index].dtype != model.dtype]
-    for index, value in zip(indices, _cast([leaves[index] for index in indices], model.dtype), strict=True):
+    sides = [leaves[index] for index in indices]
+    shapes = any(isinstance(side, jax.ShapeDtypeStruct) for side in sides)
+    for index, value in zip(indices, (_cast_shapes if shapes else _cast)(sides, model.dtype), strict=True):
         leaves[index] = value
     return structure, leaves
 
@@ -101,6 +103,10 @@ def _rounded_sides(model: Decoder) -> list[nnx.Variable]:
     plain = [linear for _, linear in linears(model) if linear.fake_quant is None and linear.compute is None]
     loras = [linear.lora for linear in plain if linear.lora is not None and linear.lora.magnitude is None]
     return [side for lora in loras for side in (lora.a, lora.b)]
+
+
+def _cast_shapes(shapes: list[jax.ShapeDtypeStruct], dtype: str) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape.shape, dtype) for shape in shapes]
 
 
 @functools.partial(jax.jit, static_argnums=1)

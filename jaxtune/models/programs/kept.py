@@ -39,7 +39,7 @@ from jaxtune.models.placement import partition
 from jaxtune.models.programs import described
 from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
-from jaxtune.system import processes, timing
+from jaxtune.system import processes, timing, waiting
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import compilation_cache, config, core, pxla, xla_client
 from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources, sources_are_loaded
@@ -174,13 +174,14 @@ def _loaded_or_compiled(
         with timing.phase("cached", request.name):
             return _loaded(request, key, cache)
 
-    with ThreadPoolExecutor(min(2 * len(requests), _MOST_THREADS), "compile") as pool:
+    pool = ThreadPoolExecutor(min(2 * len(requests), _MOST_THREADS), "compile")
+    try:
         loading = [pool.submit(loaded, *pair) for pair in zip(requests, keys, strict=True)]
         done = []
         with uncollected():
             for request, future in zip(requests, loading, strict=True):
                 with timing.phase("wait", "programs"):
-                    program = future.result()
+                    program = waiting.needed(future)
                 if program is not None:
                     done.append(future)
                     continue
@@ -190,7 +191,9 @@ def _loaded_or_compiled(
         with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
             for future in done:
                 future.add_done_callback(lambda _: work.advance())
-            return [future.result() for future in done]
+            return [waiting.needed(future) for future in done]
+    finally:
+        pool.shutdown(wait=waiting.failed() is None, cancel_futures=True)
 
 
 def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said]) -> _Fresh:
@@ -244,7 +247,8 @@ class Function:
             return functools.partial(self._on_mesh, self._mesh, *arguments[: self._statics])
         if (call := self.call(*arguments)) is not None:
             if (future := self._programs.get(call.key)) is not None:
-                return future.result()
+                with timing.phase("wait", "programs"):
+                    return future.result()
             with timing.phase("cached", "keys"):
                 cache = cache_of_programs()
             if cache is not None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import math
-import os
 import resource
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from jaxtune.models.fitted import DEVICE_SHARES
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, refusal
 from jaxtune.profile.device import known_ceilings
-from jaxtune.system import processes
+from jaxtune.system import host_memory, processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config.sections import MemoryConfig
 
@@ -64,76 +61,30 @@ class Device:
     host_memory_bytes: float = math.inf
 
 
-_PINNED_SHARE = 0.7  # share of the host's memory that may be pinned
 _ONE_MEMORY_GBPS = 25.0  # network rate between machines whose device and host share one memory
-# The environment variable that limits the GiB that XLA pins; its default is 64.
-_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-# Of these GiB, what loading and resuming pinned before the first step, in pieces too small for what a step pins: 2.1
-# when a full 8B was resumed.
-_STAGED_GIB = 3
 # An unknown device of this machine is assumed to have the rates of this one, which only rank plans, until it is
 # measured.
 _ASSUMED = "RTX 3060"
 
 
-def host_memory_bytes() -> float:
-    """Bytes of host memory that this process may use: the machine's, or the container's or job's limit. What else runs
-    there is not subtracted.
-    """
-    return float(min([_machine_bytes(), *_group_limits()]))
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-def _group_limits() -> Iterator[int]:
-    """Memory limits of this process's control groups and those around them (cgroups versions 1 and 2). A container sees
-    its own as root; SLURM and systemd make theirs further down.
-    """
-    lines = []
-    with contextlib.suppress(OSError):  # no Linux
-        lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
-    for line in ["0::/", "1:memory:/", *lines]:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, name = (_GROUPS / "memory", "memory.limit_in_bytes") if controllers else (_GROUPS, "memory.max")
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError):  # not limited: "max"
-                    limit = int((folder / name).read_text(encoding="ascii"))
-                    yield limit
-
-
 def _limited_note() -> str:
     """How much memory a container or job leaves, in words; "" if all."""
-    allowed, total = host_memory_bytes(), _machine_bytes()
+    allowed, total = host_memory.size_bytes(), host_memory.machine_bytes()
     if allowed >= total:
         return ""
     return (
         f"{allowed / 1e9:.1f} GB (the limit of this container or job; the machine has {total / 1e9:.1f} GB), of which "
-        f"{_PINNED_SHARE:.0%} may be pinned"
+        f"{host_memory.PINNED_SHARE:.0%} may be pinned"
     )
-
-
-def allow_pinned_memory() -> None:
-    """Lets XLA pin as much host memory as plans count on (70 %) and loading needs; its default is 64 GiB. Call it
-    before JAX starts its devices, when XLA reads the environment variable. A limit there stays.
-    """
-    os.environ.setdefault(_PINNED_LIMIT, str(math.ceil(host_memory_bytes() * _PINNED_SHARE / 2**30) + _STAGED_GIB))
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
     """Bytes that one device may pin: its share of 70 % of the host's memory, or of XLA's limit without what loading
     pins, if less.
     """
-    limit = max(int(os.environ.get(_PINNED_LIMIT, 64)) - _STAGED_GIB, 0) * 2.0**30
-    return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
+    return min(
+        host_memory.size_bytes() * host_memory.PINNED_SHARE / on_host, host_memory.pinned_limit_bytes() / in_process
+    )
 
 
 def pool_bytes(pinned: float) -> float:
@@ -229,7 +180,7 @@ def find_device(
     hopper = "H100" in name or "H200" in name
     peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * shares.peers
     if memory_bytes is not None:
-        pinnable, host_share = _pinnable_bytes(*sharing), host_memory_bytes() / sharing[0]
+        pinnable, host_share = _pinnable_bytes(*sharing), host_memory.size_bytes() / sharing[0]
         limited = _limited_note()
         return Device(
             name, memory_bytes, *rates, pinnable, note, hopper, limited, peer=peer, host_memory_bytes=host_share
@@ -241,12 +192,12 @@ def find_device(
         name,
         card_bytes(sheet.memory_gib),
         *rates,
-        host * 1e9 * _PINNED_SHARE,
+        host * 1e9 * host_memory.PINNED_SHARE,
         note,
         hopper,
         peer=peer,
-        host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
-        usual_host_bytes=sheet.host_gb * 1e9 * _PINNED_SHARE,
+        host_note=f"{host:g} GB ({source}), of which {host_memory.PINNED_SHARE:.0%} may be pinned",
+        usual_host_bytes=sheet.host_gb * 1e9 * host_memory.PINNED_SHARE,
         host_memory_bytes=host * 1e9,
     )
 

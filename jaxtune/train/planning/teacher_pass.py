@@ -16,12 +16,13 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.placement import partition
 from jaxtune.pallas.format_names import LOADED
+from jaxtune.system import host_memory
 from jaxtune.train.config import ConfigError, MeshConfig
 from jaxtune.train.config.precision import Precision
 from jaxtune.train.objectives.objective import TeacherColumn
 from jaxtune.train.objectives.teachers import of_pass, shapes_of
 from jaxtune.train.planning.cost import abstract_model
-from jaxtune.train.planning.devices import Device, budget, host_memory_bytes
+from jaxtune.train.planning.devices import Device, budget
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Phase, loading_bytes, phase_lines, phase_warnings
 from jaxtune.train.planning.step_spec import StepSpec
@@ -96,7 +97,7 @@ class TeacherPass:
                 f"student's of {planner.beside_bytes / 1e9:.2f} GB do not fit {budget / 1e9:.2f} GB of device memory: "
                 f"{phase.remedy}"
             )
-        return phase_warnings([phase], budget, host_memory_bytes())
+        return phase_warnings([phase], budget, host_memory.size_bytes())
 
     def _need(self, teacher: Decoder, planner: ForwardPlanner) -> tuple[float, float]:
         """(device, host) bytes at the peak."""
@@ -136,5 +137,5 @@ def pass_lines(spec: StepSpec, shape: DecoderConfig, device: Device, elsewhere: 
         return []
     student = nnx.state(abstract_model(shape, spec.model))
     phase = TeacherPass(spec, spec.rows, spec.mesh_shape, spec.length, device, student, None, column.teacher).phase
-    host_bytes = device.host_memory_bytes if elsewhere else host_memory_bytes()
+    host_bytes = device.host_memory_bytes if elsewhere else host_memory.size_bytes()
     return phase_lines([phase], budget(spec.memory, device), host_bytes)

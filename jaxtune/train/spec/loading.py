@@ -24,7 +24,7 @@ from jaxtune.models.heads import Head
 from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
-from jaxtune.system import timing
+from jaxtune.system import timing, waiting
 from jaxtune.train.config import AdapterConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.named import objective_of
@@ -122,7 +122,8 @@ def loading(
             shapes = cost.abstract_model(pretrained.config, StepSpec.of(config, tower=tower).model)
             if tower is not None:
                 shapes.source = pretrained.source
-            yield weights, tokenizer(pretrained.folder, pretrained.source), shapes
+            with waiting.needing(weights):
+                yield weights, tokenizer(pretrained.folder, pretrained.source), shapes
         finally:
             cancelled.set()
 
