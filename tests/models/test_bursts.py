@@ -86,8 +86,10 @@ def test_short_prompts_are_packed_where_that_costs_less(sampler, lengths):
     packed, padded = [], []
     with pytest.MonkeyPatch.context() as patch:
         pack, prefill = Prefills._pack, Prefills._prefill
-        patch.setattr(Prefills, "_pack", lambda self, *given: packed.append(given) or pack(self, *given))
-        patch.setattr(Prefills, "_prefill", lambda self, *given: padded.append(given) or prefill(self, *given))
+        patch.setattr(Prefills, "_pack", lambda self, *call: packed.append(call) or pack(self, *call))
+        patch.setattr(
+            Prefills, "_prefill", lambda self, *call, **rows: padded.append(call) or prefill(self, *call, **rows)
+        )
         answers(sampler, [[(length, 0, 2) for length in lengths]])
     prompts = [len(request.tokens) for _, requests, *_ in packed for request in requests]
     prompts += [len(request.tokens) for _, requests, *_ in padded for request in requests]
@@ -125,9 +127,9 @@ def test_a_rehearsal_runs_what_a_burst_needs(model, monkeypatch):
     for name in ("_pack", "_prefill"):
         of_prefills = getattr(Prefills, name)
 
-        def noted(self, *given, name=name, of_prefills=of_prefills):
-            ran.add((name, *given[2:5]))
-            return of_prefills(self, *given)
+        def noted(self, *call, name=name, of_prefills=of_prefills, **rows):
+            ran.add((name, *call[2:5]))
+            return of_prefills(self, *call, **rows)
 
         monkeypatch.setattr(Prefills, name, noted)
     with Sampler(model, SLOTS, LENGTH, prefill_tokens=CHUNK, first_at_once=True, compiles_beside=True) as sampler:
