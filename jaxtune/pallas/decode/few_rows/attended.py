@@ -85,7 +85,7 @@ def attended(
         for index, array in enumerate(pair or ()):
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
-    rounding = dict(eps=eps, offset=offset, float32=float32)
+    rounding: dict = dict(eps=eps, offset=offset, float32=float32)
     masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     dtype = jnp.dtype(dtype or keys.dtype)
     reason = refusal(partial_sums, keys, batch_invariant, dtype)
