@@ -5,7 +5,7 @@ stream, also across layers; another norms, rotates and caches a token's heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,6 +35,13 @@ from jaxtune.pallas.decode.few_rows import (
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import LoraWeights, few_product, fp8_few
 from jaxtune.pallas.quant_matmul.fp8_few import Coded
+
+# (an operation's name, its result) -> the result as the next operations read it; differences.py looks at them.
+type Tap = Callable[[str, jax.Array], jax.Array]
+
+
+def _untapped(name: str, value: jax.Array) -> jax.Array:
+    return value
 
 
 class Stream(NamedTuple):
@@ -94,6 +101,7 @@ def step(
     context: Context,
     next_weight: jax.Array,
     batch_invariant: bool,
+    tap: Tap = _untapped,
 ) -> tuple[Stream, dict[str, tuple[jax.Array, jax.Array]]]:
     """Runs the next token of each row through a plain layer: (output and the same normed with next_weight, {"mixer":
     updated caches}).
@@ -105,6 +113,7 @@ def step(
       context: its layout has the rotary tables of `positions`.
       next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
+      tap: called with the result of each operation, in their order.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)
@@ -113,13 +122,16 @@ def step(
     if attention.config.qk_norm:
         head_options, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
     in_linears = [getattr(attention, name) for name in attention.in_matrices]
-    partial_sums = _parts(stream.normed, in_linears, stream.coded)
+    heads = tap("query, key, value", _parts(stream.normed, in_linears, stream.coded))
     mlp_in = _gate_and_up(block.parts["mlp"])
     masking = attention.options(context.spec.window)
     masking |= dict(batch_invariant=batch_invariant, dtype=stream.x.dtype)
-    out, keys, values = attended(partial_sums, *state["mixer"], positions, table, norms, **head_options, **masking)
-    of_mlp = _added(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], options, mlp_in)
-    partial_sums = _feed_forward(block.parts["mlp"], of_mlp, context)
+    out, keys, values = attended(heads, *state["mixer"], positions, table, norms, **head_options, **masking)
+    out = tap("attention", out)
+    partial_sums = tap("output", _parts(out.reshape(len(out), -1), [attention.o_proj]))
+    x, normed, coded = _added(stream.x, partial_sums, norm.weight[...], options, mlp_in)
+    of_mlp = Stream(tap("stream", x), tap("norm", normed), coded)
+    partial_sums = tap("down", _feed_forward(block.parts["mlp"], of_mlp, context, tap))
     # The next layer's are expected to be as this one's.
     return _added(of_mlp.x, partial_sums, next_weight, options, in_linears), {"mixer": (keys, values)}
 
@@ -157,28 +169,28 @@ def _gate_and_up(feed_forward) -> list[Linear]:
     return [feed_forward.gate_proj, feed_forward.up_proj]
 
 
-def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
+def _feed_forward(feed_forward, stream: Stream, context: Context, tap: Tap) -> jax.Array:
     """[splits, N, hidden], partial sums that the kernel of the residual stream adds up."""
     if linears := _gate_and_up(feed_forward):
         gate, up = linears
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
             activation, loras = feed_forward.config.activation, _adapters((gate, up))
             gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
-            return _parts(gated, [feed_forward.down_proj])
+            return _parts(tap("gated", gated), [feed_forward.down_proj])
         if all(_is_only_codes(linear, stream.x.dtype) for linear in (gate, up)):
             weights = gate.stored_weight, up.stored_weight
             gated = few_product(stream.normed, weights, feed_forward.config.activation, _adapters(linears))
             if gated is not None:
-                return _parts(gated, [feed_forward.down_proj])
+                return _parts(tap("gated", gated), [feed_forward.down_proj])
         activation = feed_forward.config.activation
         blocks = _rounding(linears, stream.x, activation)
         if blocks is not None:
             coded = fp8_few.rounded(stream.normed, blocks) if stream.coded is None else stream.coded
             weights, loras = [gate.stored_weight, up.stored_weight], _adapters(linears)
             gated = fp8_few.product(coded, weights, activation, stream.normed, loras)
-            return _parts(gated[0], [feed_forward.down_proj])
+            return _parts(tap("gated", gated[0]), [feed_forward.down_proj])
     if type(feed_forward) is MoE:
-        partial_sums = _of_experts(feed_forward, stream.normed, context)
+        partial_sums = _of_experts(feed_forward, stream.normed, context, tap)
         if partial_sums is not None:
             return partial_sums
     values = {INPUT: stream.normed[:, None], STREAM: stream.x[:, None]}
@@ -186,10 +198,12 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
         if not segment.aux:
             outputs = segment.run(feed_forward, context, *(values[name] for name in segment.reads))
             values |= zip(segment.outputs, outputs, strict=True)
+            if "choice" in segment.outputs:
+                values["choice"] = tap("choice", values["choice"])
     return values[OUTPUT][None, :, 0]
 
 
-def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
+def _of_experts(moe: MoE, x: jax.Array, context: Context, tap: Tap) -> jax.Array | None:
     """Experts without a sort of tokens: [k, N, hidden], a partial sum for each of a token's k experts, zeros on
     padding; None if there are no kernels for them. x: [N, hidden], normed.
     """
@@ -202,7 +216,7 @@ def _of_experts(moe: MoE, x: jax.Array, context: Context) -> jax.Array | None:
     activation = moe.config.activation
     if not experts_have_kernels(x, (gate_up, down), settings.experts_per_token, activation, loras):
         return None
-    choice = moe.choose(x[:, None], context.layout.doc_end > 0)
+    choice = tap("choice", moe.choose(x[:, None], context.layout.doc_end > 0))
     weights = moe.router.weights(moe.router(x), choice)
     gated = experts_gated(x, gate_up, choice, weights, activation, loras[0])
     return experts_down(gated, down, choice, loras[1])

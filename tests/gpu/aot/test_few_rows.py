@@ -322,8 +322,10 @@ def test_the_attention_reads_keys_before_its_own_parts(dim, group, invariant, tm
 
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("vocab", [128_256, 262_144])
-def test_choosing_a_token_fits(capability, vocab, tmp_path):
+@pytest.mark.parametrize("masks", [True, False])
+def test_choosing_a_token_fits(capability, vocab, masks, tmp_path):
     numbers = (array(64, dtype=jnp.float32),) * 3
+    numbers += (array(64, vocab // 32, dtype=jnp.uint32),) * masks
     with dispatch.compile_for(capability), recorded_calls() as calls:
         run = functools.partial(chosen_token, implementation="triton")
         jax.eval_shape(lambda logits, *given: run(logits, vocab, *given), array(64, vocab, dtype=jnp.float32), *numbers)
