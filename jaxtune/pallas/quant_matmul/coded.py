@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,8 @@ from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.quant_matmul import few_thin
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 from jaxtune.pallas.quant_matmul.reference import exact_product
-
-if TYPE_CHECKING:
-    from jaxtune.pallas.quant_matmul.api import LoraWeights
 
 MOST_ROWS = 16  # more are multiplied faster by a decoded weight
 MOST_WEIGHTS = 3  # of a call

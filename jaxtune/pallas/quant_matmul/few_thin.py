@@ -5,16 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import compat, dispatch
-
-if TYPE_CHECKING:
-    from jaxtune.pallas.quant_matmul.api import LoraWeights
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 
 MOST_RANK = 64
 _TILE = 16  # rows of x, and ranks, of a program
@@ -37,8 +34,6 @@ def refusal(loras: Sequence[LoraWeights | None]) -> str | None:
 
 def small_adapter(draw: np.random.Generator, shape: tuple[int, ...], rank: int, dtype) -> LoraWeights:
     """A random adapter of a weight [out, in], for checks."""
-    from jaxtune.pallas.quant_matmul.api import LoraWeights
-
     a, b = (jnp.asarray(0.05 * draw.standard_normal(size), dtype) for size in ((rank, shape[1]), (shape[0], rank)))
     return LoraWeights(a, b, scale=0.5)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE, Block
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.quant_matmul import few_thin, fp8_product
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
-
-if TYPE_CHECKING:
-    from jaxtune.pallas.quant_matmul.api import LoraWeights
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 
 MOST_ROWS = 256
 _MOST_WEIGHTS = 3
