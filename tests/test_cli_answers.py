@@ -239,7 +239,7 @@ def test_answers_go_on_with_the_model_and_the_settings_that_began_them(model, ca
     [
         (["--prompts", "x.jsonl"], "--prompts and --output go with each other"),
         (["--prompt", "x", "--output", "x.jsonl"], "--prompts and --output go with each other"),
-        (["--prompt", "x", "--num-answers", "2"], "--num-answers and --slots are of --prompts"),
+        (["--prompt", "x", "--num-answers", "2"], "--num-answers, --slots and --cache are of --prompts"),
         (
             ["--prompts", "x.jsonl", "--output", "y", "--num-answers", "0"],
             "--num-answers 0: must be a positive integer",

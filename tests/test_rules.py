@@ -461,7 +461,10 @@ KERNELS_OF = {
     "four_bit": ("quant_matmul.mosaic", "quant_matmul.mosaic_decode", "quant_matmul.triton"),
     "mxfp4": ("quant_matmul.mosaic_decode", "quant_matmul.coded"),
     "nvfp4": ("quant_matmul.mosaic_decode", "quant_matmul.coded"),
-    "fp8": ("quant_matmul.fp8_product", "quant_matmul.coded", "grouped_matmul.fp8_experts"),
+    "fp8": (
+        *("quant_matmul.fp8_product", "quant_matmul.fp8_few", "quant_matmul.coded"),
+        "grouped_matmul.fp8_experts",
+    ),
     "int8": ("quant_matmul.coded",),
 }
 FORMATS_ROOM = "jaxtune.pallas.formats"

@@ -5,7 +5,7 @@ Copies arrive when they are waited for, and not before.
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 import types
 from typing import Any
 
@@ -71,6 +71,8 @@ class Tensor:
     __or__ = lambda self, other: self._with(other, np.bitwise_or)  # noqa: E731
     __lt__ = lambda self, other: self._with(other, np.less)  # noqa: E731
     __ge__ = lambda self, other: self._with(other, np.greater_equal)  # noqa: E731
+    __gt__ = lambda self, other: self._with(other, np.greater)  # noqa: E731
+    __index__ = lambda self: int(self.numbers)  # noqa: E731
     __eq__ = lambda self, other: self._with(other, np.equal)  # noqa: E731
     __hash__ = None
 
@@ -133,8 +135,8 @@ class Launch:
         found = self.memory[self._bytes(safe)].view(dtype)[..., 0]
         return Tensor(np.where(real, found, np.asarray(other, dtype)))
 
-    def store(self, pointers, values, mask) -> None:
-        real = np.broadcast_to(mask.numbers, pointers.shape)
+    def store(self, pointers, values, mask=None) -> None:
+        real = np.broadcast_to(True if mask is None else mask.numbers, pointers.shape)
         values = np.ascontiguousarray(np.broadcast_to(values.numbers, pointers.shape)[real])
         assert values.dtype == pointers.dtype.element_ty
         self.memory[self._bytes(pointers)[real]] = values.reshape(-1, 1).view(np.uint8)
@@ -195,7 +197,11 @@ def _language(launch: Launch) -> types.SimpleNamespace:
         with np.errstate(over="ignore"):
             return Tensor(np.exp(x.numbers))
 
+    def larger(one, other):
+        return Tensor(np.maximum(*(getattr(x, "numbers", x) for x in (one, other))))
+
     kinds = dict(int16=np.int16, int32=np.int32, int64=np.int64, float32=np.float32, bfloat16=jnp.bfloat16)
+    kinds |= dict(float16=np.float16, float8e4nv=jnp.float8_e4m3fn)
     layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout")
     layouts = (*layouts, "DistributedLinearLayout")
     return types.SimpleNamespace(
@@ -211,6 +217,13 @@ def _language(launch: Launch) -> types.SimpleNamespace:
         join=join,
         split=split,
         broadcast=_broadcast,
+        maximum=larger,
+        max=lambda x, axis: Tensor(x.numbers.max(axis)),
+        sum=lambda x, axis: Tensor(x.numbers.sum(axis, dtype=x.numbers.dtype)),
+        exp2=lambda x: Tensor(np.exp2(x.numbers)),
+        rsqrt=lambda x: Tensor((1 / np.sqrt(x.numbers)).astype(x.numbers.dtype)),
+        debug_barrier=lambda: None,
+        max_constancy=lambda x, sizes: x,
         div_rn=lambda one, other: one / other,
         exp=exp,
         convert_layout=lambda tile, layout, assert_trivial=False: tile,
@@ -241,22 +254,25 @@ def _plain(function, names: dict[str, Any], found: dict) -> types.FunctionType:
     return found[python]
 
 
-def call(kernel, arguments, out_types, grid, **constants) -> list:
-    """compat.triton_graph_call. What the kernel leaves unwritten is NaN."""
+def call(kernel, arguments, out_types, grid, aliases=None, **constants) -> list:
+    """compat.triton_graph_call. What the kernel leaves unwritten is NaN, or in an argument's memory that."""
     outputs = [np.full(t.shape, np.nan, t.dtype) for t in out_types]
+    for argument, output in (aliases or {}).items():
+        outputs[output] = np.array(arguments[argument])
     arrays = [*map(np.asarray, arguments), *outputs]
     launch = Launch(arrays)
     language = _language(launch)
     asynchronous = types.SimpleNamespace(commit_group=launch.commit_group, wait_group=launch.wait_group)
     names = dict(gl=language, tl=language, async_copy=asynchronous, mma_v2=_mma, _copy=launch.copy)
+    names["_transposed"] = lambda tile, rows: tile  # which moves numbers between lanes
     function = _plain(kernel, names, {})
     pointers = iter(
         Tensor(np.int64(start), Pointee(np.dtype(array.dtype)))
         for start, array in zip(launch.starts, arrays, strict=True)
     )
     values = [constants[name] if name in constants else next(pointers) for name in kernel.arg_names]
-    for program in range(math.prod(grid)):
-        launch.program, launch.groups, launch.open = (program, 0, 0), [], []
+    for program in itertools.product(*(range(size) for size in (*grid, 1, 1)[:3])):
+        launch.program, launch.groups, launch.open = program, [], []
         function(*values)
     for start, output in zip(launch.starts[len(arguments) :], outputs, strict=True):
         output.reshape(-1).view(np.uint8)[:] = launch.memory[start : start + output.nbytes]

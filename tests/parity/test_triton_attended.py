@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from near_numbers import near, normal
 from triton_interpreter import interpreted
 
@@ -184,3 +186,39 @@ def test_longer_caches_are_written_and_read_apart():
         query, *caches = placed(*given)
     want = attention_reference.decode(query, *caches, given[3] + 1, scale=0.1, window=None, soft_cap=None, sinks=None)
     near(got[0], want)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    group=st.integers(1, 8),
+    cache_dtype=st.sampled_from([jnp.bfloat16, jnp.float8_e4m3fn]),
+    positions=st.lists(st.integers(-1, 300), min_size=1, max_size=3),
+    everything=st.booleans(),
+    splits=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_the_kernel_in_gluon(group, cache_dtype, positions, everything, splits, seed):
+    """Of drawn positions, before and beyond the cache's end; with norms, rotation, a window, a soft cap and sinks."""
+    kv_heads, capacity, dim, count = 2, 128, 128, len(positions)
+    heads = group * kv_heads
+    keys, values = (normal(count, kv_heads, capacity, dim, seed=seed + i).astype(cache_dtype) for i in (1, 2))
+    parts = normal(splits, count, (heads + 2 * kv_heads) * dim, seed=seed + 3, dtype=jnp.float32)
+    rows, table, norms = jnp.asarray(positions, jnp.int32), None, None
+    masking = {"scale": 0.1, "window": None, "soft_cap": None, "sinks": None}
+    if everything:
+        angles = normal(count, dim // 2, seed=seed + 4, dtype=jnp.float32)
+        table = jnp.cos(angles), jnp.sin(angles)
+        norms = tuple(normal(dim, seed=seed + i).astype(jnp.bfloat16) for i in (5, 6))
+        masking |= {"window": 100, "soft_cap": 4.0, "sinks": jnp.linspace(-1, 1, heads)}
+    rounding = {"eps": 1e-6, "offset": 0.0, "float32": False}
+    tile = attended_module._MANY_IN_FP8 if cache_dtype == jnp.float8_e4m3fn else attended_module._MANY_TILE
+    operands = parts, keys, values, rows, table, norms
+    with interpreted(HOPPER):
+        out, *caches = attended_module._by_kernel(
+            *operands, jnp.dtype(jnp.bfloat16), tile=tile, shares=1, rounding=rounding, masking=masking
+        )
+    query, *expected = reference.placed(*operands, jnp.bfloat16, **rounding)
+    exact = [array.astype(jnp.float32) for array in (query, *expected)]
+    near(out.astype(jnp.float32), attention_reference.decode(*exact, rows + 1, **masking), 1e-2)
+    for got, want in zip(caches, expected, strict=True):
+        near(got.astype(jnp.float32), want.astype(jnp.float32), 5e-3)

@@ -134,6 +134,46 @@ def test_the_activation_is_that_of_two_products(name, tokens, blocks, steps, act
     np.testing.assert_allclose(np.float32(got), want, rtol=2**-6, atol=2e-3)
 
 
+@pytest.mark.parametrize("name", ["fp8 tiles", "int8", "nvfp4"])
+@given(
+    tokens=st.integers(1, 16),
+    blocks=st.integers(1, 2),
+    activation=st.sampled_from([None, "silu"]),
+    ranks=st.lists(st.integers(0, 20), min_size=2, max_size=2).filter(any),
+    gated=st.booleans(),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=4)
+def test_adapters_of_drawn_ranks(name, tokens, blocks, activation, ranks, gated, seed):
+    """Their products, with a scale or each row's factors, are added before the activation; rank 0: none."""
+    columns, draw = least_columns(name), np.random.default_rng(seed)
+    weights = [FORMATS[name](normal(128 * blocks, columns, seed=seed + i, scale=0.05)) for i in (0, 1)]
+    x, loras = normal(tokens, columns, seed=seed + 9), []
+    for rank in ranks:
+        gate = jnp.asarray(draw.integers(0, 3, (tokens, rank)), jnp.float32) if gated else None
+        a, b = normal(rank, columns, seed=seed + 3, scale=0.05), normal(128 * blocks, rank, seed=seed + 4, scale=0.3)
+        loras.append(LoraWeights(a, b, scale=0.5, gate=gate) if rank else None)
+    with interpreted(HOPPER):
+        got = few_product(x, weights, activation, loras)
+    assert got is not None
+    exact = [np.asarray(in_order(x, weight), np.float64) for weight in weights]
+    for index, lora in enumerate(loras):
+        if lora is not None:
+            inner = np.float64(x) @ np.float64(lora.a).T * (np.float64(lora.gate) if gated else lora.scale)
+            exact[index] += inner @ np.float64(lora.b).T
+    one, other = (jnp.asarray(out, jnp.float32) for out in exact)
+    want = ACTIVATIONS[activation](one) * other if activation else jnp.concatenate([one, other], axis=1)
+    assert np.linalg.norm(np.float64(got) - np.float64(want)) <= 8e-3 * np.linalg.norm(np.float64(want))
+
+
+def test_adapters_that_the_kernel_does_not_add():
+    weight, x = FORMATS["int8"](normal(128, 512)), normal(2, 512)
+    wide = LoraWeights(normal(65, 512), normal(128, 65))
+    dora = LoraWeights(normal(8, 512), normal(128, 8), jnp.ones(128))
+    with interpreted(HOPPER):
+        assert few_product(x, [weight], None, [wide]) is None and few_product(x, [weight], None, [dora]) is None
+
+
 def test_other_gated_products_have_no_such_kernel():
     gate, up, x = (normal(*shape, seed=i) for i, shape in enumerate([(128, 512), (128, 512), (2, 512)]))
     with interpreted(HOPPER):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from jaxtune.pallas.decode.few_rows import added_norm, added_norm_coded
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.gated import ACTIVATIONS
-from jaxtune.pallas.quant_matmul import fp8_few, fp8_product
+from jaxtune.pallas.quant_matmul import LoraWeights, fp8_few, fp8_product
 
 HOPPER = (9, 0)
 
@@ -54,28 +56,55 @@ def test_rows_are_rounded_as_in_training(rows, blocks, by_blocks, special, seed)
     steps=st.integers(1, 6),
     block=st.sampled_from([ROW, MATRIX, TILE]),
     activation=st.sampled_from([None, "silu", "gelu_tanh"]),
+    ranks=st.none() | st.lists(st.integers(0, 33), min_size=3, max_size=3).filter(any),
+    gated=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_products_of_drawn_sizes(rows, sizes, steps, block, activation, seed):
-    """Those of the decoded codes, and each row has the bits that it has alone."""
+def test_products_of_drawn_sizes(rows, sizes, steps, block, activation, ranks, gated, seed):
+    """Those of the decoded codes plus the adapters', and each row has the bits that it has alone."""
     draw = np.random.default_rng(seed)
     sizes = sizes if activation is None else [sizes[0]] * 2
     sizes = [128 * size for size in sizes]
     x, columns = drawn(draw, rows, 128 * steps), 128 * steps
     weights = [FP8.encode(0.05 * drawn(draw, size, columns), block) for size in sizes]
     with interpreted(HOPPER):
-        assert fp8_few.refusal(weights, jnp.bfloat16, rows, activation) is None
+        loras = adapters(draw, ranks, sizes, columns, rows if gated else None)
+        assert fp8_few.refusal(weights, jnp.bfloat16, rows, activation, loras) is None
         coded = fp8_few.rounded(x, block == TILE)
-        out = fp8_few.product(coded, weights, activation)
+        out = fp8_few.product(coded, weights, activation, x, loras)
         last = fp8_few.Coded(coded.codes[-1:], coded.scales[..., -1:])
-        alone = fp8_few.product(last, weights, activation)
+        last_loras = [lora and dataclasses.replace(lora, gate=lora.gate[-1:] if gated else None) for lora in loras]
+        alone = fp8_few.product(last, weights, activation, x[-1:], last_loras)
     assert out.shape == (fp8_few.splits_of(weights, activation), rows, sizes[0] if activation else sum(sizes))
     np.testing.assert_array_equal(np.float32(out[:, -1:]), np.float32(alone))
     scales = jnp.repeat(coded.scales.T, 128, axis=1) if block == TILE else coded.scales[:, None]
     wide = coded.codes.astype(jnp.float32) * scales
     exact = [dispatch.exactly(jnp.matmul)(wide, weight.decode(jnp.float32).T) for weight in weights]
+    for index, lora in enumerate(loras):
+        if lora is not None:
+            inner = np.float64(x) @ np.float64(lora.a).T * (np.float64(lora.gate) if gated else lora.scale)
+            exact[index] += jnp.asarray(inner @ np.float64(lora.b).T, jnp.float32)
     exact = ACTIVATIONS[activation](exact[0]) * exact[1] if activation else jnp.concatenate(exact, axis=1)
     near(out.astype(jnp.float32).sum(0), exact, 8e-3 if out.dtype == jnp.bfloat16 else 1e-5)
+
+
+def adapters(draw, ranks, sizes, columns: int, gated_rows: int | None) -> list[LoraWeights | None]:
+    """Of rank 0: None. gated_rows: factors of so many rows in place of a scale; a third of them is 0."""
+    if ranks is None or not any(ranks[: len(sizes)]):
+        return []
+    return [
+        LoraWeights(
+            0.05 * drawn(draw, rank, columns),
+            0.3 * drawn(draw, size, rank),
+            scale=1.5,
+            gate=None
+            if gated_rows is None
+            else jnp.asarray(draw.integers(0, 3, (gated_rows, rank)) * 0.75, jnp.float32),
+        )
+        if rank
+        else None
+        for rank, size in zip(ranks, sizes, strict=False)
+    ]
 
 
 def test_splits_follow_from_the_weights():
@@ -134,8 +163,8 @@ def test_a_norm_is_rounded_where_it_is_made(rows, columns, splits, blocks, float
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("block", [ROW, MATRIX, TILE])
-@pytest.mark.parametrize("tokens", [1, 256])
-def test_the_check_at_first_use(tokens, block, activation, monkeypatch):
+@pytest.mark.parametrize(("tokens", "rank"), [(1, 0), (256, 16)])
+def test_the_check_at_first_use(tokens, rank, block, activation, monkeypatch):
     checked = []
 
     def check(op, name, call, compare):
@@ -145,8 +174,9 @@ def test_the_check_at_first_use(tokens, block, activation, monkeypatch):
 
     monkeypatch.setattr(dispatch, "first_use", check)
     weights = [FP8.encode(jnp.ones((256, 512), jnp.bfloat16), block)] * 2
+    loras = adapters(np.random.default_rng(0), [rank, rank], (256, 256), 512, None) if rank else []
     with interpreted(HOPPER), jax.disable_jit():
-        assert fp8_few.refusal(weights, jnp.bfloat16, tokens, activation) is None
+        assert fp8_few.refusal(weights, jnp.bfloat16, tokens, activation, loras) is None
         added_norm_coded(
             *(jnp.ones(shape, jnp.bfloat16) for shape in ((1, 256), (1, 1, 256), (256,))), block == TILE, eps=1e-5
         )

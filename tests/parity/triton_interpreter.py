@@ -36,7 +36,7 @@ def _to_jax(tensor: torch.Tensor):
 def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, aliases=None, **constants):
     """compat.triton_call. What the kernel leaves unwritten is NaN, or where an argument's memory is taken, that."""
     if isinstance(kernel, GluonJITFunction):
-        return gluon_interpreter.call(kernel, arguments, out_types, grid, **constants)
+        return gluon_interpreter.call(kernel, arguments, out_types, grid, aliases, **constants)
     outputs = [_to_torch(np.full(t.shape, np.nan, t.dtype)) for t in out_types]
     for argument, output in (aliases or {}).items():
         outputs[output] = _to_torch(arguments[argument])

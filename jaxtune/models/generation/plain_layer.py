@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.generation.exchanged import is_wide, part_of, sent_back, stays_divided
@@ -172,7 +173,8 @@ def _rounding(linears: Sequence[Linear], x, activation: str | None = None) -> bo
     if not linears or not all(_is_only_fp8(linear, x.dtype) and not stays_divided(linear) for linear in linears):
         return None
     weights = [linear.stored_weight for linear in linears]
-    return None if fp8_few.refusal(weights, x.dtype, len(x), activation) else fp8_few.in_blocks(weights)
+    refusal = fp8_few.refusal(weights, x.dtype, len(x), activation, _adapters(linears))
+    return fp8_few.in_blocks(weights) if refusal is None else None
 
 
 def _gate_and_up(feed_forward) -> list[Linear]:
@@ -194,14 +196,15 @@ def _feed_forward(feed_forward, stream: Stream, context: Context, tap: Tap) -> j
             return _parts(tap("gated", gated), [feed_forward.down_proj])
         if all(_is_only_codes(linear, stream.x.dtype) for linear in (gate, up)):
             weights = gate.stored_weight, up.stored_weight
-            gated = few_product(stream.normed, weights, feed_forward.config.activation)
+            gated = few_product(stream.normed, weights, feed_forward.config.activation, _adapters(linears))
             if gated is not None:
                 return _parts(tap("gated", gated), [feed_forward.down_proj])
         activation = feed_forward.config.activation
         blocks = _rounding(linears, stream.x, activation)
         if blocks is not None:
             coded = fp8_few.rounded(stream.normed, blocks) if stream.coded is None else stream.coded
-            gated = fp8_few.product(coded, [gate.stored_weight, up.stored_weight], activation)
+            weights, loras = [gate.stored_weight, up.stored_weight], _adapters(linears)
+            gated = fp8_few.product(coded, weights, activation, stream.normed, loras)
             return _parts(tap("gated", gated[0]), [feed_forward.down_proj])
     if type(feed_forward) is MoE:
         partial_sums = _of_experts(feed_forward, stream.normed, context, tap)
@@ -280,15 +283,21 @@ def _is_plain(linear: Linear, dtype) -> bool:
 
 
 def _is_only_codes(linear: Linear, dtype) -> bool:
-    """Whether the linear is a product with a quantised weight, decoded to dtype, and nothing more."""
-    more = linear.fp8 or linear.lora is not None or linear.bias is not None
-    return not more and linear.plain(dtype, False) and isinstance(linear.stored_weight, Stored)
+    """Whether the linear is a product with a quantised weight, decoded to dtype, and at most an adapter."""
+    return not linear.fp8 and _has_only_adapters(linear, dtype) and isinstance(linear.stored_weight, Stored)
 
 
 def _is_only_fp8(linear: Linear, dtype) -> bool:
-    """Whether the linear is an FP8 product, of x rounded too, and nothing more."""
-    more = linear.lora is not None or linear.bias is not None
-    return linear.fp8 and not more and linear.plain(dtype, False)
+    """Whether the linear is an FP8 product, of x rounded too, and at most an adapter."""
+    return linear.fp8 and _has_only_adapters(linear, dtype)
+
+
+def _has_only_adapters(linear: Linear, dtype) -> bool:
+    """Whether the linear is a product in dtype with a frozen weight, and at most LoRA, also of rows' own, not DoRA."""
+    extras = (linear.bias, linear.fake_quant, linear.observer, linear.clips)
+    extras = (*extras, None if linear.lora is None else linear.lora.magnitude)
+    same = linear.compute is None or linear.compute == dtype
+    return same and all(extra is None for extra in extras) and not isinstance(linear.weight, nnx.Param)
 
 
 def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
@@ -306,12 +315,13 @@ def _parts(x: jax.Array, linears: Sequence[Linear], coded: Coded | None = None) 
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
     if all(_is_only_codes(linear, x.dtype) for linear in linears):
-        out = few_product(x, [linear.stored_weight for linear in linears])
+        out = few_product(x, [linear.stored_weight for linear in linears], None, _adapters(linears))
         if out is not None:
             return out[None]
     if (blocks := _rounding(linears, x)) is not None:
         weights = [linear.stored_weight for linear in linears]
-        return fp8_few.product(fp8_few.rounded(x, blocks) if coded is None else coded, weights)
+        coded = fp8_few.rounded(x, blocks) if coded is None else coded
+        return fp8_few.product(coded, weights, None, x, _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]
 
 

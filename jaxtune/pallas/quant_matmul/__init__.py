@@ -2,9 +2,10 @@
 A^T) B^T.
 """
 
-from jaxtune.pallas.quant_matmul.api import LoraWeights, decoded, in_e4m3, quant_matmul
+from jaxtune.pallas.quant_matmul.api import decoded, in_e4m3, quant_matmul
 from jaxtune.pallas.quant_matmul.coded import few_product
 from jaxtune.pallas.quant_matmul.gated_matmul import gated_matmul, gated_mlp, joins
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 from jaxtune.pallas.quant_matmul.normed_matmul import normed_matmul
 
 __all__ = [

@@ -4,7 +4,6 @@ implementation.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -19,27 +18,11 @@ from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.formats.fp8 import ROW
 from jaxtune.pallas.quant_matmul import coded, fp8_product, mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.as_stored import product_of
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 
 # Implementations of decoding and of small products; products of many tokens use the vendor's GEMM.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 _WITH_KERNELS = (FourBit, MXFP4, NVFP4)  # XLA decodes other formats in one pass
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LoraWeights:
-    """A low-rank adapter scale * b a of a weight [out, in]; products add scale * (x a^T) b^T, never storing the sum."""
-
-    a: jax.Array  # [r, in]; cast to x's dtype on use
-    b: jax.Array  # [out, r]; cast to x's dtype on use
-    # float32[out] or None (no factor); multiplies the output, weight and adapter, before the bias is added: DoRA's
-    # magnitude of each output divided by the norm of its row of the weight
-    row_scale: jax.Array | None = None
-    # alpha / r, or alpha / sqrt(r) for rsLoRA
-    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
-    # float32[..., r] of each token in place of the scale, or [r] of all: where it is 0 a column adds nothing, so that
-    # several adapters side by side are one, of which each token takes its own; not differentiable
-    gate: jax.Array | None = None
 
 
 @meshes.on_any_mesh

@@ -18,6 +18,8 @@ from jaxtune.pallas.formats import FP8, MXFP4, NVFP4, Stored
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.quant_matmul import few_thin
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 from jaxtune.pallas.quant_matmul.reference import exact_product
 
 MOST_ROWS = 16  # more are multiplied faster by a decoded weight
@@ -94,24 +96,36 @@ def few_products(x: jax.Array, weights: Mapping[int, jax.Array | Stored]) -> dic
     return outs
 
 
-def few_product(x: jax.Array, weights: Sequence[jax.Array | Stored], activation: str | None = None) -> jax.Array | None:
+def few_product(
+    x: jax.Array,
+    weights: Sequence[jax.Array | Stored],
+    activation: str | None = None,
+    loras: Sequence[LoraWeights | None] = (),
+) -> jax.Array | None:
     """x W^T of up to three weights side by side in one kernel, [tokens, sum of out]. With an activation: activation(x
     gate^T) * (x up^T), [tokens, out], each step rounded to x's dtype. None if there is no kernel for the call. Not
     differentiable.
 
     x: [tokens, in]. weights: [out, in] each; (gate, up). activation: a key of gated.ACTIVATIONS.
+    loras: an adapter or None for each weight, up to rank 64, not DoRA, in one kernel more; (): none.
     """
     stored = [weight for weight in weights if isinstance(weight, Stored)]
     if len(stored) < len(weights) or len({coding(weight) for weight in stored}) > 1 or activation not in _NUMBERS:
         return None
     if activation is not None and (len(stored) != 2 or stored[0].shape != stored[1].shape):
         return None
-    if refusal(stored, x.dtype, len(x), activation) is not None:
+    if refusal(stored, x.dtype, len(x), activation, loras) is not None:
         return None
-    return _multiplied(x, stored, tile_of(stored[0], len(x), activation), activation)
+    return _multiplied(x, stored, tile_of(stored[0], len(x), activation), activation, loras)
 
 
-def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | None = None) -> str | None:
+def refusal(
+    weights: Sequence[Stored],
+    dtype,
+    tokens: int,
+    activation: str | None = None,
+    loras: Sequence[LoraWeights | None] = (),
+) -> str | None:
     """Why `products` cannot multiply by these weights, of which all have the same `coding`, or None. dtype, tokens: of
     x. activation: of the first weight's product, which multiplies the second's.
     """
@@ -131,6 +145,10 @@ def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | Non
         shapes = ", ".join(str(weight.shape) for weight in weights)
         return f"weights {shapes}; multiples of {rows} and {depth}"
 
+    rank = few_thin.padded_rank(loras)
+    if (reason := few_thin.refusal(loras)) is not None:
+        return reason
+
     def compare():
         draw = np.random.default_rng(0)
         columns = depth * (tile.stages + 2)
@@ -138,12 +156,16 @@ def refusal(weights: Sequence[Stored], dtype, tokens: int, activation: str | Non
         small = [small_like(weight, (size * rows, columns), draw) for weight, size in zip(weights, sizes, strict=False)]
         x = jnp.asarray(draw.standard_normal((tokens, columns)), dtype)
         exact = [exact_product(x, weight) for weight in small]
+        adapters = [few_thin.small_adapter(draw, weight.shape, rank, dtype) for weight in small] if rank else []
+        exact = [out + few_thin.exact(x, lora) for out, lora in zip(exact, adapters or [None] * 3, strict=False)]
         if activation is None:
-            return list(_products(x, small, tile)), exact
-        return [_multiplied(x, small, tile, activation)], [ACTIVATIONS[activation](exact[0]) * exact[1]]
+            return list(_products(x, small, tile, adapters)), exact
+        return [_multiplied(x, small, tile, activation, adapters)], [ACTIVATIONS[activation](exact[0]) * exact[1]]
 
     body = "one row" if tokens == 1 else f"{_tokens(tokens)} rows"  # each another form of the kernel
-    what = f"{kind}, {len(weights)} weights, {tile}, {body}" + ("" if activation is None else f", {activation}")
+    what = f"{kind}, {len(weights)} weights, {tile}, {body}, rank {rank}" + (
+        "" if activation is None else f", {activation}"
+    )
     return dispatch.first_use("quant_matmul", "triton, codes", what, compare)
 
 
@@ -174,12 +196,14 @@ def products(x: jax.Array, weights: Sequence[Stored]) -> tuple[jax.Array, ...]:
     return _products(x, weights, tile_of(weights[0], len(x), None))
 
 
-def _products(x, weights: Sequence[Stored], tile: Tile) -> tuple[jax.Array, ...]:
+def _products(x, weights: Sequence[Stored], tile: Tile, loras: Sequence = ()) -> tuple[jax.Array, ...]:
     sizes = [weight.shape[0] for weight in weights]
-    return tuple(jnp.split(_multiplied(x, weights, tile), np.cumsum(sizes[:-1]), axis=1))
+    return tuple(jnp.split(_multiplied(x, weights, tile, None, loras), np.cumsum(sizes[:-1]), axis=1))
 
 
-def _multiplied(x, weights: Sequence[Stored], tile: Tile, activation: str | None = None) -> jax.Array:
+def _multiplied(
+    x, weights: Sequence[Stored], tile: Tile, activation: str | None = None, loras: Sequence[LoraWeights | None] = ()
+) -> jax.Array:
     """The products side by side, or with an activation that of the first times the second."""
     from jaxtune.pallas.quant_matmul import coded_kernels
 
@@ -191,9 +215,10 @@ def _multiplied(x, weights: Sequence[Stored], tile: Tile, activation: str | None
     width = sum(sizes) if activation is None else sizes[0]
     columns = list(zip(*arrays, strict=True))
     absent = {} if len(columns) > 2 else dict.fromkeys(("first_tensor", "second_tensor", "third_tensor"))
+    adapters, ranks = few_thin.arrays_of(x, loras)
     (out,) = compat.triton_graph_call(
         coded_kernels.coded_kernel,
-        (x, *(array for column in columns for array in column)),
+        (x, *(array for column in columns for array in column), *adapters),
         (jax.ShapeDtypeStruct((tokens, width), x.dtype),),
         (width // tile.rows,),
         warps=RANGES,
@@ -213,6 +238,7 @@ def _multiplied(x, weights: Sequence[Stored], tile: Tile, activation: str | None
         TOKENS=_tokens(tokens),
         STAGES=tile.stages,
         **absent,
+        **ranks,
     )
     return out
 

@@ -220,6 +220,10 @@ def coded_kernel(
     first_tensor,
     second_tensor,
     third_tensor,
+    thin,
+    first_b,
+    second_b,
+    third_b,
     out,
     COUNT: gl.constexpr,
     INNER: gl.constexpr,
@@ -235,6 +239,10 @@ def coded_kernel(
     DEPTH: gl.constexpr,
     TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
+    RANK: gl.constexpr,
+    FIRST_RANK: gl.constexpr,
+    SECOND_RANK: gl.constexpr,
+    THIRD_RANK: gl.constexpr,
 ):
     """out [COUNT, FIRST + SECOND + THIRD] = x W^T, W being the weights first [FIRST, INNER], second and third one below
     the other (0 rows if unused). With ACTIVATION out [COUNT, FIRST] is that of the first product times the second.
@@ -248,6 +256,7 @@ def coded_kernel(
       DIVIDES: block scales are divided by the tensor's. STRIDE: 0: one scale (of NVFP4's tensors) for all rows.
       RANGES: of the columns, as many as warps. ROWS: of out, of a program: 16, or 8 with ACTIVATION, or multiples; it
       divides the weights'.
+      RANK: not 0: plus thin [COUNT, weights x RANK] times first_b^T, second_b^T, third_b^T, [rows, its rank], rounded.
     """
     DTYPE: gl.constexpr = x.dtype.element_ty
     ALL: gl.constexpr = 2 * ROWS if ACTIVATION else ROWS  # rows of weights; the second half of them is up's
@@ -261,13 +270,18 @@ def coded_kernel(
     WORDS: gl.constexpr = _words_layout(RANGES, ALL, GROUPS)
     begin = gl.program_id(0) * ROWS
     codes, scales, tensor, first_row = first, first_scales, first_tensor, begin
+    b, rank, of_thin = first_b, 0 * begin + FIRST_RANK, 0 * begin
     if not ACTIVATION:
         if SECOND > 0:
             if begin >= FIRST:
                 codes, scales, tensor, first_row = second, second_scales, second_tensor, begin - FIRST
+                if RANK > 0:
+                    b, rank, of_thin = second_b, 0 * begin + SECOND_RANK, 0 * begin + RANK
         if THIRD > 0:
             if begin >= FIRST + SECOND:
                 codes, scales, tensor, first_row = third, third_scales, third_tensor, begin - FIRST - SECOND
+                if RANK > 0:
+                    b, rank, of_thin = third_b, 0 * begin + THIRD_RANK, 0 * begin + 2 * RANK
 
     COPY: gl.constexpr = gl.BlockedLayout(
         [1, max(1, ALL * ACROSS // 32), VECTOR], [1, 32 // ACROSS, ACROSS], [RANGES, 1, 1], [2, 1, 0]
@@ -358,12 +372,20 @@ def coded_kernel(
     sums = gl.allocate_shared_memory(gl.float32, [RANGES * ALL, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sums.store(total.reshape([RANGES * ALL, TOKENS]))
     result = _added(sums, 0, ROWS, ALL, RANGES, END)
-    if ACTIVATION:
-        up = _added(sums, ROWS, ROWS, ALL, RANGES, END).to(DTYPE).to(gl.float32)
-        result = _activated_in_steps(result.to(DTYPE).to(gl.float32), ACTIVATION, DTYPE) * up
-    WIDTH: gl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     target = begin + gl.arange(0, ROWS, gl.SliceLayout(1, END))[:, None]
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, END))[None, :]
+    if RANK > 0:
+        WIDE: gl.constexpr = RANK * (1 + (SECOND > 0) + (THIRD > 0))
+        out_row = target - begin + first_row
+        result += _adapted(thin, b, rank, out_row, token, of_thin, COUNT, RANK, WIDE)
+    if ACTIVATION:
+        up = _added(sums, ROWS, ROWS, ALL, RANGES, END)
+        if RANK > 0:
+            rank_of_up = 0 * begin + SECOND_RANK
+            up += _adapted(thin, second_b, rank_of_up, out_row, token, of_thin + RANK, COUNT, RANK, WIDE)
+        up = up.to(DTYPE).to(gl.float32)
+        result = _activated_in_steps(result.to(DTYPE).to(gl.float32), ACTIVATION, DTYPE) * up
+    WIDTH: gl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     gl.store(out + token * WIDTH + target, result.to(DTYPE), mask=token < COUNT)
 
 
@@ -376,3 +398,19 @@ def _added(
     for index in gl.static_range(1, RANGES):
         result += sums.slice(START + index * ALL, ROWS).load(LAYOUT)
     return result
+
+
+@gluon.jit
+def _adapted(thin, b, rank, row, token, place, COUNT: gl.constexpr, RANK: gl.constexpr, WIDTH: gl.constexpr):
+    """An adapter's float32 numbers for `row` and `token`, rounded as thin is: rows of b [out, rank] times RANK columns
+    of thin [COUNT, WIDTH], from `place` on, in ascending order.
+    """
+    DTYPE: gl.constexpr = thin.dtype.element_ty
+    for index in gl.static_range(RANK):
+        side = gl.load(b + row * rank + index, mask=row * 0 + index < rank, other=0.0).to(gl.float32)
+        inner = gl.load(thin + token * WIDTH + place + index, mask=token < COUNT, other=0.0).to(gl.float32)
+        if index == 0:
+            total = side * inner
+        else:
+            total += side * inner
+    return total.to(DTYPE).to(gl.float32)

@@ -20,8 +20,9 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE, Block
 from jaxtune.pallas.gated import ACTIVATIONS
-from jaxtune.pallas.quant_matmul import fp8_product
+from jaxtune.pallas.quant_matmul import few_thin, fp8_product
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 
 MOST_ROWS = 256
 _MOST_WEIGHTS = 3
@@ -60,13 +61,15 @@ class Tile:
     tokens: int  # rows of x that tensor cores multiply at once
 
 
-def tile_of(tokens: int, activation: str | None, blocks: bool) -> Tile:
-    """The sizes of a program's tile. tokens: rows of x."""
+def tile_of(tokens: int, activation: str | None, tight: bool) -> Tile:
+    """The sizes of a program's tile. tokens: rows of x. tight: registers have further sums, of blocks or of
+    adapters.
+    """
     count = max(16, 1 << (tokens - 1).bit_length())
     if activation is None:
-        return Tile(_ROWS, 8 if blocks and count > 128 else 4, {16: 8, 32: 8, 64: 6, 128: 5}.get(count, 4), count)
-    if count > 128 or (blocks and count > 64):
-        return Tile(64, 8, 4, 128 if blocks else count)
+        return Tile(_ROWS, 8 if tight and count > 128 else 4, {16: 8, 32: 8, 64: 6, 128: 5}.get(count, 4), count)
+    if count > 128 or (tight and count > 64):
+        return Tile(64, 8, 4, 128 if tight else count)
     return Tile(128, 8, 5 if count <= 64 else 4, count)
 
 
@@ -87,7 +90,13 @@ def in_blocks(weights: Sequence[jax.Array | Stored]) -> bool | None:
     return False if kinds in ({ROW}, {MATRIX}) else None
 
 
-def refusal(weights: Sequence[jax.Array | Stored], dtype, tokens: int, activation: str | None = None) -> str | None:
+def refusal(
+    weights: Sequence[jax.Array | Stored],
+    dtype,
+    tokens: int,
+    activation: str | None = None,
+    loras: Sequence[LoraWeights | None] = (),
+) -> str | None:
     """Why `product` cannot multiply by these weights, or None. dtype, tokens: of x, unrounded."""
     reason = compat.triton_refusal()
     if reason is not None:
@@ -106,11 +115,12 @@ def refusal(weights: Sequence[jax.Array | Stored], dtype, tokens: int, activatio
         shapes = ", ".join(str(weight.shape) for weight in weights)
         return f"weights {shapes}; multiples of {multiple} and {_DEPTH}, up to {_MOST_COLUMNS} columns"
     stored = [weight for weight in weights if isinstance(weight, FP8)]
-    return _first_use(stored[0].block, blocks, tokens, activation)
+    rank = few_thin.padded_rank(loras)
+    return few_thin.refusal(loras) or _first_use(stored[0].block, blocks, tokens, activation, rank)
 
 
-def _first_use(block: Block, blocks: bool, tokens: int, activation: str | None) -> str | None:
-    tile = tile_of(tokens, activation, blocks)
+def _first_use(block: Block, blocks: bool, tokens: int, activation: str | None, rank: int) -> str | None:
+    tile = tile_of(tokens, activation, blocks or rank > 0)
 
     def compare():
         draw = np.random.default_rng(0)
@@ -121,14 +131,16 @@ def _first_use(block: Block, blocks: bool, tokens: int, activation: str | None) 
             FP8.encode(jnp.asarray(0.05 * draw.standard_normal((size, columns)), jnp.bfloat16), block) for size in sizes
         ]
         rounded_x = rounded(x, blocks)
-        out = product(rounded_x, small, activation)
+        loras = [few_thin.small_adapter(draw, weight.shape, rank, x.dtype) for weight in small] if rank else []
+        out = product(rounded_x, small, activation, x, loras)
         wide, expected = rounded_x.decode(), Coded.of(x, blocks).decode()
         exact = [dispatch.exactly(jnp.matmul)(wide, weight.decode(jnp.float32).T) for weight in small]
+        exact = [out + few_thin.exact(x, lora) for out, lora in zip(exact, loras or [None] * 3, strict=False)]
         if activation is not None:
             exact = [ACTIVATIONS[activation](exact[0]) * exact[1]]
         return [wide, out.sum(0)], [expected, jnp.concatenate(exact, axis=1)]
 
-    what = f"scales of {block}, {tile}" + ("" if activation is None else f", {activation}")
+    what = f"scales of {block}, {tile}, rank {rank}" + ("" if activation is None else f", {activation}")
     return dispatch.first_use("fp8_few", "triton", what, compare)
 
 
@@ -158,24 +170,35 @@ def coded_types(count: int, size: int, blocks: bool) -> list[jax.ShapeDtypeStruc
     return [jax.ShapeDtypeStruct((count, size), jnp.float8_e4m3fn), jax.ShapeDtypeStruct(scales, jnp.float32)]
 
 
-def product(x: Coded, weights: Sequence[jax.Array | Stored], activation: str | None = None) -> jax.Array:
+def product(
+    x: Coded,
+    weights: Sequence[jax.Array | Stored],
+    activation: str | None = None,
+    unrounded: jax.Array | None = None,
+    loras: Sequence[LoraWeights | None] = (),
+) -> jax.Array:
     """x W^T of the weights side by side: partial sums float32[splits, N, sum of out], or rounded to bfloat16 if there
     is one; with an activation activation(x gate^T) * (x up^T), [1, N, out]. Only if `refusal` is None.
 
     weights: up to three [out_i, in]; (gate, up).
+    unrounded: x [N, in], which the adapters multiply. loras: an adapter or None for each weight; (): none.
     """
     from jaxtune.pallas.quant_matmul import fp8_few_kernels
 
     blocks, (count, inner), padding = bool(in_blocks(weights)), x.codes.shape, _MOST_WEIGHTS - len(weights)
     stored = [weight for weight in weights if isinstance(weight, FP8)]
-    tile, splits = tile_of(count, activation, blocks), splits_of(weights, activation)
+    tile, splits = (
+        tile_of(count, activation, blocks or bool(few_thin.padded_rank(loras))),
+        splits_of(weights, activation),
+    )
     codes = [weight.codes for weight in stored]
     scales = [weight.scales.astype(jnp.float32) for weight in stored]
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     width = sum(sizes) if activation is None else sizes[0]
+    adapters, ranks = few_thin.arrays_of(x.codes if unrounded is None else unrounded, loras)
     (out,) = compat.triton_graph_call(
         fp8_few_kernels.few_product_kernel,
-        (*x, *codes, *codes[:1] * padding, *scales, *scales[:1] * padding),
+        (*x, *codes, *codes[:1] * padding, *scales, *scales[:1] * padding, *adapters),
         (jax.ShapeDtypeStruct((splits, count, width), jnp.bfloat16 if splits == 1 else jnp.float32),),
         (-(-count // tile.tokens), width // tile.rows, splits),
         warps=tile.warps,
@@ -193,5 +216,6 @@ def product(x: Coded, weights: Sequence[jax.Array | Stored], activation: str | N
         TOKENS=tile.tokens,
         SPLITS=splits,
         STAGES=tile.stages,
+        **ranks,
     )
     return out

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from jaxtune.pallas.decode.few_rows.triton_kernels import _activated_in_steps
+from jaxtune.pallas.quant_matmul.few_thin_kernels import adapted
 from jaxtune.pallas.triton_parts import rounded_row
 
 
@@ -29,6 +30,10 @@ def few_product_kernel(
     first_scales,
     second_scales,
     third_scales,
+    thin,
+    first_b,
+    second_b,
+    third_b,
     out,
     COUNT: tl.constexpr,
     INNER: tl.constexpr,
@@ -43,6 +48,10 @@ def few_product_kernel(
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    FIRST_RANK: tl.constexpr,
+    SECOND_RANK: tl.constexpr,
+    THIRD_RANK: tl.constexpr,
 ):
     """out = x W^T, W being first [FIRST, INNER], second and third one below the other (0 rows if unused), all e4m3 and
     times their scales: partial sums float32[SPLITS, COUNT, FIRST + SECOND + THIRD], or rounded for one split. Grid:
@@ -57,19 +66,26 @@ def few_product_kernel(
       BLOCK: codes along INNER that share a scale, equal to DEPTH, and the rows of W that do; 0: rows do.
       INNER: a multiple of DEPTH (columns of a step) * SPLITS. STAGES: steps in flight.
       ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program.
+      RANK: not 0: plus thin [COUNT, weights x RANK] times first_b^T, second_b^T, third_b^T, [rows, its rank], rounded.
     """
     DTYPE: tl.constexpr = tl.bfloat16
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(1) * ROWS
     split = tl.program_id(2)
     weight, scales, first_row = first, first_scales, begin
+    b, rank, place_of_thin = first_b, tl.full([], FIRST_RANK, tl.int32), tl.full([], 0, tl.int32)
     if not ACTIVATION:
         if SECOND > 0:
             if begin >= FIRST:
                 weight, scales, first_row = second, second_scales, begin - FIRST
+                if RANK > 0:
+                    b, rank, place_of_thin = second_b, tl.full([], SECOND_RANK, tl.int32), tl.full([], RANK, tl.int32)
         if THIRD > 0:
             if begin >= FIRST + SECOND:
                 weight, scales, first_row = third, third_scales, begin - FIRST - SECOND
+                if RANK > 0:
+                    b, rank = third_b, tl.full([], THIRD_RANK, tl.int32)
+                    place_of_thin = tl.full([], 2 * RANK, tl.int32)
     rows = first_row + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     if COUNT > TOKENS:
@@ -100,6 +116,12 @@ def few_product_kernel(
         total *= of_tokens * tl.load(scales + rows * STRIDE)[:, None]
         if ACTIVATION:
             up *= of_tokens * tl.load(second_scales + rows * STRIDE)[:, None]
+    if RANK > 0:
+        WIDE: tl.constexpr = RANK * (1 + (SECOND > 0) + (THIRD > 0))
+        if split == 0:
+            total += adapted(thin, b, rank, rows, tokens, place_of_thin, COUNT, RANK, WIDE)
+        if ACTIVATION:
+            up += adapted(thin, second_b, SECOND_RANK, rows, tokens, RANK, COUNT, RANK, WIDE)
     if ACTIVATION:
         gate = _activated_in_steps(total.to(DTYPE).to(tl.float32), ACTIVATION, DTYPE)
         total = gate * up.to(DTYPE).to(tl.float32)

@@ -151,10 +151,10 @@ def test_a_head_is_filled_up_once_for_all_tokens():
 @pytest.mark.parametrize(("slots", "most"), [(1, 7), (64, 5), (256, 5)])
 def test_a_step_has_few_kernels_beside_its_layers(slots, most):
     """Random numbers and what does not change are computed before the first step, and no step copies anything. Of many
-    rows XLA multiplies, but adds up no partial sums in kernels of its own; gate and up are a kernel of each layer."""
+    rows XLA multiplies, but adds up no partial sums in kernels of its own."""
     _, programs = lowered("llama-3.1-8b", 2, slots=slots)
     text = programs["decode"].compile().as_text()
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == (2 if slots > 128 else 0)
+    assert text.count('name = "activated_kernel"') == (2 if slots > 128 else 0)
     assert len(re.findall(r"^.* fusion\(.* kind=k(?:Loop|Input).*while/body", text, re.MULTILINE)) <= most
     assert not re.findall(r"(?:fusion|copy)-start\(", text)
 
@@ -220,6 +220,20 @@ def test_few_rows_multiply_codes(slots, calls):
     text = programs["decode"].compile().as_text()
     assert text.count('"coded_kernel"') == calls * layers
     assert ("dequantise" in text) == (not calls)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("adapter", [True, "of rows"])
+@pytest.mark.parametrize(("load_in", "slots"), [("int8", 1), ("nvfp4", 16), ("fp8 products", 64)])
+def test_adapters_are_four_kernels_of_a_layer_in_few_bits(load_in, slots, adapter):
+    """x A^T of what is multiplied together; the rest is in the kernels of the products, and XLA has none in a layer."""
+    counts = []
+    for given in (False, adapter):
+        _, programs = lowered("llama-3.1-8b", 2, given, load_in, slots=slots)
+        text = programs["decode"].compile().as_text()
+        counts.append(len(re.findall(r"^.* (?:fusion|custom-call)\(.*while/body", text, re.MULTILINE)))
+        assert text.count('name = "thin_kernel"') == (8 if given else 0)
+    assert counts[1] <= counts[0] + 8
 
 
 @pytest.mark.parametrize("slots", [1, 64, 256])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.decode.few_rows import gated_mosaic, reference, triton
+from jaxtune.pallas.decode.few_rows import reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.pallas.quant_matmul.fp8_few import Coded
@@ -148,8 +148,7 @@ def gated_product(
     activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
     loras: an adapter or None for gate and up, or empty.
     implementation: "triton" (16 bits on Hopper, sizes as in `products`, "silu" or "gelu_tanh"), "reference", or None:
-    the first that supports the call. For a larger N, None takes the kernel of gated_mosaic.py where it can, else XLA's
-    product and a kernel for the activation.
+    the first that supports the call. For a larger N, None takes XLA's products and a kernel for the activation.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)
@@ -183,34 +182,9 @@ def gated_product(
 
     implementation_name = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
     if implementation_name == "reference" and not implementation and len(x) > triton.MOST_ROWS:
-        if not triton.padded_rank(loras) and _by_mosaic(x, gate, activation):
-            return gated_mosaic.gated_product(x, gate, up, activation)
         gate, up = reference.each_product(x, (gate, up), loras)
         return _activated(gate, up, activation)
     return IMPLEMENTATIONS[implementation_name].gated_product(x, gate, up, activation, loras)
-
-
-def _by_mosaic(x, gate, activation: str) -> bool:
-    """Whether gated_mosaic multiplies; its first use on a GPU compares it with plain JAX."""
-
-    def compare():
-        # One pair of programs has fewer tiles than the others, there are more steps than are loaded ahead, and the
-        # halves of the rows overlap.
-        sizes = 200, 67 * (gated_mosaic.columns_of(gate.shape[0]) or 0), 1024
-        operands = [normal_array(0, sizes[0], sizes[2], dtype=x.dtype)]
-        operands += [0.03 * normal_array(i, *sizes[1:], dtype=x.dtype) for i in (1, 2)]
-        kernel, exact = (
-            functools.partial(module.gated_product, activation=activation) for module in (gated_mosaic, reference)
-        )
-        return [jax.jit(kernel)(*operands)], [dispatch.exactly(exact)(*in_float32(operands))]
-
-    def first_use():
-        call = f"{x.dtype}, {activation}, tiles of {gated_mosaic.columns_of(gate.shape[0])}"
-        return dispatch.first_use("gated_product", "mosaic", call, compare)
-
-    plain = "reference" if gated_mosaic.refusal(x, gate, activation) else None
-    table = {"mosaic": first_use, "reference": lambda: None}
-    return dispatch.choose("gated_product", table, plain) == "mosaic"
 
 
 def _activated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:

@@ -29,6 +29,7 @@ _TILES_OF_FEW_HEADS = {128: Tile(128, 8, 3)}
 # Where there are more, each is a single warp (attended_gluon.py). Four share a multiprocessor by their shared memory,
 # so that 64, 128 and 256 rows of 8 key/value heads fill one, two and four rounds of programs.
 _MANY_TILE, _MANY_DIM = Tile(32, 1, 3), 128
+_MANY_IN_FP8 = Tile(32, 1, 5)
 _MANY_GROUP = 8  # the most query heads a key/value head of that kernel
 # The longest cache that it reads where there are more than two programs a multiprocessor. One warp reads a row's keys
 # one after another, so that a step would wait long for a row of far more keys than the others, which decode_attention
@@ -85,7 +86,7 @@ def attended(
         for index, array in enumerate(pair or ()):
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
-    rounding = dict(eps=eps, offset=offset, float32=float32)
+    rounding: dict = dict(eps=eps, offset=offset, float32=float32)
     masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     dtype = jnp.dtype(dtype or keys.dtype)
     reason = refusal(partial_sums, keys, batch_invariant, dtype)
@@ -137,7 +138,7 @@ def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
     """Tile, warps and stages of the kernel. A result's bits depend on the tile and the warps, not on the stages."""
     rows, kv_heads, capacity, dim = keys.shape
     if _by_single_warps(partial_sums, keys, batch_invariant):
-        return _MANY_TILE
+        return _MANY_IN_FP8 if _in_fp8(keys) else _MANY_TILE
     tile = WHOLE_TILES[dim]
     if dispatch.compute_capability() != (9, 0):
         return tile
@@ -151,7 +152,7 @@ def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
 
 def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
     rows, kv_heads, capacity, dim = keys.shape
-    if batch_invariant or dim != _MANY_DIM or _in_fp8(keys) or dispatch.compute_capability() != (9, 0):
+    if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
         return False
     programs = rows * kv_heads
     longest = _MANY_CAPACITY if programs > 2 * _MULTIPROCESSORS else WHOLE
@@ -257,7 +258,7 @@ def _by_kernel(
     results = [jax.ShapeDtypeStruct((count, heads, dim), dtype)]
     results += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
     constants: dict = {} if sinks else {"sinks": None}
-    if tile == _MANY_TILE:
+    if tile in (_MANY_TILE, _MANY_IN_FP8):
         from jaxtune.pallas.decode.few_rows.attended_gluon import many_kernel as kernel
     else:
         from jaxtune.pallas.decode.few_rows.attended_kernels import attended_kernel as kernel
