@@ -237,7 +237,8 @@ def _of_all_rows(mlp: MLP, rows: jax.Array) -> jax.Array:
         gate, up = (linear.weight[...] for linear in linears)
         gated = gated_product(rows, gate, up, activation, _adapters(linears))
     elif all(_is_only_codes(linear, rows.dtype) for linear in linears):
-        gated = few_product(rows, [linear.stored_weight for linear in linears], activation)
+        weights = [linear.stored_weight for linear in linears]
+        gated = few_product(rows, weights, activation, _adapters(linears))
     if gated is None:
         gate, up = apply_fused(rows[:, None], tuple(linears))
         gated = (ACTIVATIONS[activation](gate) * up)[:, 0]
