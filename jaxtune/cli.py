@@ -75,8 +75,8 @@ def process(words: Sequence[str] = ()) -> None:
     atexit.register(ending.end_now, codes)  # the first one is called last
     try:
         codes.append(console([*words, *sys.argv[1:]]))
-    except Exception:
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         codes.append(1)
     if codes[0] not in (0, os.EX_TEMPFAIL):  # the latter: a signal ended training, which was saved
         ending.end_now(codes)

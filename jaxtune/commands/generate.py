@@ -100,8 +100,7 @@ def run(arguments: Sequence[str]) -> None:
     )
     if shown and (why := why_no_pictures(options.model)):
         raise ValueError(f"{shown} has pictures: {why}")
-    lone = options.prompt is not None and len(options.prompt) == 1 and not shown
-    beside = functools.partial(_begin, options) if lone else None
+    beside = functools.partial(_begin, options) if len(options.prompt or ()) == 1 and not shown else None
     model, tokenizer = common.load(options, bool(shown), beside, common.streamed_to_answer)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")

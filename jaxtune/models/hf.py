@@ -317,15 +317,15 @@ def from_pretrained(
     """
     if base_of(path) is not None:
         longer = rope_scaling, max_position_embeddings
-        of_adapted, ahead = None, []
-        if beside is not None:
+        ahead: list[Ahead] = []
 
-            def of_adapted(shapes: Decoder, room: float | None, tokenizer: Callable[[], Tokenizer | None]) -> None:
-                ahead.append(Ahead(shapes, path))
-                beside(ahead[0].shapes, room, tokenizer)
+        def of_adapted(shapes: Decoder, room: float | None, tokenizer: Callable[[], Tokenizer | None]) -> None:
+            assert beside is not None
+            ahead.append(Ahead(shapes, path))
+            beside(ahead[0].shapes, room, tokenizer)
 
         settings = dtype, load_in, max_length, precision, *longer, pictures
-        model, tokenizer = load_base(path, *settings, of_adapted, streamed)
+        model, tokenizer = load_base(path, *settings, None if beside is None else of_adapted, streamed)
         return ahead[0].over(model) if ahead else load_adapter(model, path), tokenizer
     positions = {"rope_scaling": rope_scaling, "max_position_embeddings": max_position_embeddings}
     pretrained = Pretrained(path, dtype or _DTYPE, _format(load_in), max_length, precision or {}, positions, pictures)

@@ -144,8 +144,8 @@ def test_a_process_ends_once_it_has_said_it(whole, tmp_path, command):
     with subprocess.Popen(
         words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
-        lines = []
-        for line in process.stderr:
+        lines, said = [], 0.0
+        for line in process.stderr or ():
             lines.append(line)
             if "jaxtune: error: " in line:
                 said = time.monotonic()

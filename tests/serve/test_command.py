@@ -40,7 +40,7 @@ def test_an_adapter_is_served_beside_its_base(adapter, alone):
     given = (adapter, []) if alone else (BASE, [f"mine={adapter}"])
     settings = dict(dtype="float32", load_in=None, no_pictures=False, max_pixels=None, remote_images=False)
     options = argparse.Namespace(model=str(given[0]), adapter=given[1], **settings)
-    base, mine = _models(options, lambda shapes, room: None)
+    base, mine = _models(options, lambda *_: None)
     assert (base.name, base.base, mine.name, mine.base) == ("base", None, "mine", "base")
     assert has_adapter(mine.model) and not has_adapter(base.model)
     own = {id(array) for array in leaves(mine.model)}
@@ -59,9 +59,9 @@ def prepares_while_weights_load(model, capsys, monkeypatch):
     """The load waits for them, and after it nothing is compiled."""
     load, prepare, prepared, lengths = Pretrained.load, Sampler.prepare, threading.Event(), []
 
-    def loading(pretrained, **how):
+    def loading(pretrained, *given, **how):
         assert prepared.wait(300)
-        return load(pretrained, **how)
+        return load(pretrained, *given, **how)
 
     def preparing(sampler):
         programs = prepare(sampler)
