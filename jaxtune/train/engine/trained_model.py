@@ -323,7 +323,7 @@ class TrainedModel:
         trained, frozen = partition.colocated(trainable, self._own_frozen())
         return self._with(trained, frozen, self.scales)
 
-    def sampling(self, trainable: Any) -> Decoder:
+    def sampling(self, trainable: nnx.State) -> Decoder:
         """`finished` for sampling during a run: in several processes on the devices of all."""
         if processes.count() == 1:
             return self.finished(trainable)
@@ -335,7 +335,7 @@ class TrainedModel:
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         return frozen
 
-    def _with(self, trained: Any, frozen: Any, scales: Any) -> Decoder:
+    def _with(self, trained: nnx.State, frozen: nnx.State, scales: nnx.State) -> Decoder:
         model = nnx.merge(self._graph_alone, trained, frozen, scales)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.
