@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +130,7 @@ class _Over:
     def __init__(self, division: Division, same_choices: bool):
         self._division, self._mesh, self._same_choices = division, division.mesh, same_choices
 
-    def _run(self, function: Callable, in_specs: Any, out_specs: Any, *arguments):
+    def _run(self, function: Callable, in_specs: object, out_specs: object, *arguments):
         return partition.divided(function, self._mesh, in_specs, out_specs)(*arguments)
 
     def _rows(self, count: int):

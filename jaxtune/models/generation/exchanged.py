@@ -5,7 +5,6 @@ devices exchange inputs and products. Adapters and biases are whole; each device
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -19,7 +18,6 @@ from jaxtune.models.placement import partition
 from jaxtune.models.placement.gathers import own_rows
 from jaxtune.models.placement.partition import TENSORS, Shard
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
 
 
 def stays_divided(linear: Linear) -> bool:
@@ -30,12 +28,7 @@ def stays_divided(linear: Linear) -> bool:
         return False
     if linear.fake_quant is not None or linear.clips is not None or linear.observer is not None:
         return False
-    if isinstance(value, Shard):
-        return True
-    if isinstance(value, FourBit) and value.nested_absmax is not None:
-        return parts[-1].array.size % NESTED_BLOCK == 0  # of absmax, so that no group is cut
-    others = [leaf for leaf in jax.tree.leaves(value, is_leaf=_is_shard) if not _is_shard(leaf)]
-    return isinstance(value, Stored) and all(leaf.size == 1 for leaf in others)
+    return isinstance(value, Shard) or (isinstance(value, Stored) and value.cuts_rows(parts[0].count))
 
 
 def linears_of_step(block: Block) -> list[Linear]:
@@ -67,12 +60,8 @@ def part_of(linear: Linear) -> Linear:
         return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(TENSORS) * size, size)
 
     local = partition.undivided(value)
-    if isinstance(value, FourBit):
-        local = dataclasses.replace(local, shape=(out // count, *value.shape[1:]))
-        if value.nested_absmax is not None:
-            local = dataclasses.replace(
-                local, nested_absmax=own(value.nested_absmax, local.absmax.size // NESTED_BLOCK)
-            )
+    if isinstance(local, Stored):
+        local = local.rows_of(jax.lax.axis_index(TENSORS), count)
     part.weight = linear.weight.replace(local)
     if linear.bias is not None:
         part.bias = nnx.Param(own(linear.bias[...], out // count))
@@ -95,7 +84,3 @@ def sent_back(products: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
         outs.append(by_device[:, :, start : start + size // count].reshape(len(whole), size))
         start += size // count
     return outs
-
-
-def _is_shard(leaf: object) -> bool:
-    return isinstance(leaf, Shard)

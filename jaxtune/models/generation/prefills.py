@@ -244,7 +244,7 @@ class Prefills:
         full = full and self._ready.choose(_batch_sizes(rows, width, capacity), ()) == 0
         batch_requests = alike[: (rows if full else 1) * (1 if self._one else self._devices)]
         count = (rows if full else 1) * self._devices if len(batch_requests) > 1 else 1
-        states = self._prefill(leaves, batch_requests, width, width, width, rows=count)
+        states = self._prefill(leaves, batch_requests, width, width, width, 0, count)
         self._keep(Batch(states, {r.key: i for i, r in enumerate(batch_requests)}))
         return width * len(batch_requests)
 

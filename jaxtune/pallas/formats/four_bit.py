@@ -87,6 +87,17 @@ class FourBit(Stored):
                 return f"{name} is {describe(array)}; shape {self.shape} asks for {dtype}{list(shape)}"
         return None
 
+    def cuts_rows(self, shards: int) -> bool:
+        groups = self.nested_absmax is None or self.size % (BLOCK * NESTED_BLOCK * shards) == 0
+        return self.ndim == 2 and groups and self.shard_axes(0, shards) is not None
+
+    def rows_of(self, shard: jax.Array, shards: int) -> Self:
+        nested, shape = self.nested_absmax, (self.shape[0] // shards, *self.shape[1:])
+        if nested is not None:
+            size = len(nested) // shards
+            nested = jax.lax.dynamic_slice_in_dim(nested, shard * size, size)
+        return dataclasses.replace(self, nested_absmax=nested, shape=shape)
+
     def block_absmax(self) -> jax.Array:
         """The absmax of each block, float32[ceil(n / 64)], decoded and rounded as bitsandbytes does."""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:

@@ -87,9 +87,25 @@ class Stored:
         whole_blocks = self.block_length(axis)
         if whole_blocks is None or self.shape[axis] % (whole_blocks * shards):
             return None
+        return tuple(None if name in self.shared else axis for name in self._arrays())
+
+    def _arrays(self) -> dict[str, jax.Array]:
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
-        arrays = [f.name for f in fields if not f.metadata.get("static") and getattr(self, f.name) is not None]
-        return tuple(None if name in self.shared else axis for name in arrays)
+        named = {f.name: getattr(self, f.name) for f in fields if not f.metadata.get("static")}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def cuts_rows(self, shards: int) -> bool:
+        """Whether each of `shards` equal parts along the first axis is a tensor of its own (`rows_of`)."""
+        axes = self.shard_axes(0, shards)
+        pairs = () if axes is None else zip(axes, self._arrays().values(), strict=True)
+        return axes is not None and all(axis == 0 or (axis is None and array.size == 1) for axis, array in pairs)
+
+    def rows_of(self, shard: jax.Array, shards: int) -> Self:
+        """A part of `cuts_rows` as a tensor. The arrays that `shard_axes` divides are the part's, the others whole.
+
+        shard: int32[], the part's index.
+        """
+        return self
 
     @property
     def unswapped(self) -> Stored:

@@ -207,8 +207,8 @@ class TrainedModel:
             self._divided = frozen if processes.count() > 1 else None
             return frozen
         if self.keeps_model:
-            self._divided = jax.tree.map(partition.moved, declared, where)
-            return self._divided
+            self._divided = frozen = jax.tree.map(partition.moved, declared, where)
+            return frozen
         graph, trainable = nnx.split(self.given, nnx.Param, ...)[:2]
         arrays, structure = jax.tree.flatten(self.frozen)
         as_declared = jax.tree.structure(declared)
@@ -323,7 +323,7 @@ class TrainedModel:
         trained, frozen = partition.colocated(trainable, self._own_frozen())
         return self._with(trained, frozen, self.scales)
 
-    def sampling(self, trainable: Any) -> Decoder:
+    def sampling(self, trainable: nnx.State) -> Decoder:
         """`finished` for sampling during a run: in several processes on the devices of all."""
         if processes.count() == 1:
             return self.finished(trainable)
@@ -332,9 +332,10 @@ class TrainedModel:
     def _own_frozen(self) -> nnx.State:
         if self._divided is not None:
             return _own_weights(self._divided)
-        return nnx.split(self.given, nnx.Param, ...)[2]
+        _, _, frozen = nnx.split(self.given, nnx.Param, ...)
+        return frozen
 
-    def _with(self, trained: Any, frozen: Any, scales: Any) -> Decoder:
+    def _with(self, trained: nnx.State, frozen: nnx.State, scales: nnx.State) -> Decoder:
         model = nnx.merge(self._graph_alone, trained, frozen, scales)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.

@@ -150,7 +150,7 @@ class Run:
     profile: Profile
     model: Callable[[Any], Decoder]
     """The model with the given trained tensors (`TrainState.trainable`)."""
-    sampling: Callable[[Any], Decoder]
+    sampling: Callable[[nnx.State], Decoder]
     """The same for what samples in all processes."""
     answers: AnswerMetrics | None
     """None: the config asks for none."""
