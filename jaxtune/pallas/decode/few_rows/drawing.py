@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.arguments import FLOATS, Arguments
@@ -52,11 +53,11 @@ def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> ja
     return jnp.where(possible, (block * _BLOCK + offset)[:, 0], likeliest).astype(jnp.int32)
 
 
-def masked(scores: jax.Array, masks: jax.Array) -> jax.Array:
+def masked(scores: jax.Array, masks: jax.Array | np.ndarray) -> jax.Array:
     """The scores [N, V] of tokens whose bits in `masks`, uint32[N, words of 32], are 1; -inf of others. What a mask
     allows alone is taken though its score is -inf.
     """
-    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    bits = jnp.asarray(masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed = bits.reshape(len(scores), -1)[:, : scores.shape[1]] > 0
     return jnp.where(allowed, jnp.maximum(scores, _LEAST), -jnp.inf)
 
@@ -67,7 +68,7 @@ def chosen_token(
     temperature: jax.Array,
     logprob_temperature: jax.Array,
     uniform: jax.Array | None,
-    masks: jax.Array | None = None,
+    masks: jax.Array | np.ndarray | None = None,
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -93,18 +94,16 @@ def chosen_token(
 
     def compare():
         rows, size = 5, 9000
-        numbers = jnp.asarray([0.0, 0.3, -1.0, 0.7, 0.99])
-        temperatures = jnp.asarray([1.0, 0.7, 1.0, 1.5, 0.2])
-        case = normal_array(0, rows, size + 8, dtype=logits.dtype), size, temperatures, jnp.ones(rows), numbers
-        if uniform is None:
-            case = *case[:4], None
-        if masks is not None:
-            case = *case, jax.random.bits(jax.random.key(1), (rows, -(-size // 32)), "uint32")
+        example = normal_array(0, rows, size + 8, dtype=logits.dtype)
+        temperatures, numbers = jnp.asarray([1.0, 0.7, 1.0, 1.5, 0.2]), jnp.asarray([0.0, 0.3, -1.0, 0.7, 0.99])
+        draws = None if uniform is None else numbers
+        words = jax.random.bits(jax.random.key(1), (rows, -(-size // 32)), "uint32")
+        allowed = None if masks is None else words
         kernel, exact = (
-            jax.jit(lambda logits, function=function: function(logits, *case[1:]))
-            for function in (_by_kernels, reference_chosen_token)
+            jax.jit(lambda logits, run=run: run(logits, size, temperatures, jnp.ones(rows), draws, allowed))
+            for run in (_by_kernels, reference_chosen_token)
         )
-        return list(kernel(case[0])), list(exact(case[0]))
+        return list(kernel(example)), list(exact(example))
 
     def reason():
         call = f"{logits.dtype}, {uniform is not None}" + (", masks" if masks is not None else "")
@@ -141,7 +140,8 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
     count, width = logits.shape
     chunks, blocks_a_chunk = -(-vocab_size // _CHUNK), _CHUNK // _BLOCK
     draws, is_masked = int(uniform is not None), int(masks is not None)
-    words = masks if is_masked else temperature  # a pointer that is not read
+    # Pointers that are not read stand for what there is not.
+    words, numbers_drawn = temperature if masks is None else masks, temperature if uniform is None else uniform
     shape = jax.ShapeDtypeStruct((count, chunks), jnp.float32)
     blocks = jax.ShapeDtypeStruct((count, chunks * blocks_a_chunk if draws else 1), jnp.float32)
     peaks = shape if is_masked else jax.ShapeDtypeStruct((count, 1), jnp.float32)
@@ -165,7 +165,7 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
     return compat.triton_graph_call(
         drawing_kernels.token_kernel,
         (
-            *(logits, temperature, logprob_temperature, uniform if draws else temperature, words),
+            *(logits, temperature, logprob_temperature, numbers_drawn, words),
             *(tops, top_tokens, sums, blocks, peaks),
         ),
         [jax.ShapeDtypeStruct((count,), jnp.int32), numbers, numbers, numbers],
