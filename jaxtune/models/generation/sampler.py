@@ -30,6 +30,7 @@ from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapter
 from jaxtune.models.generation.converted import Converted, convertible_of, picture_bytes
+from jaxtune.models.generation.exactness import require_exact
 from jaxtune.models.generation.limits import MOST_BIASES, NO_MASK
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
@@ -162,6 +163,8 @@ class Sampler:
         whose use is longest ago go first. Prompts longer than a block are then prefilled alone. Only prefilled tokens
         are reused, so that of an answer in the next turn's prompt nothing is; nor is anything of pictures' prompts.
         None: nothing is stored, and prompts are prefilled together where that is faster.
+      exact: log-probabilities have the bits that training with `exact` gives the same tokens; slower. ValueError for
+        what it does not cover.
 
     Attributes:
       plan: the SlotPlan in use.
@@ -192,6 +195,7 @@ class Sampler:
         adapter_ranks: int | None = None,
         compiles_beside: bool = False,
         prefix_bytes: int | None = None,
+        exact: bool = False,
     ):
         counts = dict(tokens_per_round=tokens_per_round, prefill_tokens=prefill_tokens)
         counts |= {} if adapter_ranks is None else {"adapter_ranks": adapter_ranks}
@@ -200,6 +204,10 @@ class Sampler:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
+        if exact:
+            require_exact(model, "Sampler")
+            if adapters or adapter_ranks:
+                raise ValueError("Sampler: exact: adapters of several models; merge one, or load it with the model")
         self.config, self.ends = model.config, end_token_ids(model)
         self._tower = None if model.vision is None else model.vision.config
         self._base = None if has_adapter(model) else model
@@ -218,7 +226,7 @@ class Sampler:
         arriving = arriving_bytes(model.layers)
         room = None if room is None else room - (adapter_bytes - self._bank.bytes) - arriving
         convertible = None
-        if not deterministic and not arriving:
+        if not deterministic and not exact and not arriving:
             convertible = convertible_of(self._structure, self._shapes, prefill_tokens, most_converted)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
@@ -232,7 +240,7 @@ class Sampler:
             lambda tokens: picture_bytes(self._structure, self._shapes, tokens),
         )
         self.plan = dataclasses.replace(self.plan, adapter_bytes=adapter_bytes)
-        self._programs = device.programs_of(deterministic, self.plan.slots)
+        self._programs = device.programs_of(deterministic, self.plan.slots, exact)
         self._converted = Converted(self.plan.converted_layers) if self.plan.converted_layers else None
         if self._converted is not None:
             self._structure, self._leaves = self._converted.of(self._structure, self._leaves)

@@ -18,8 +18,10 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.exactness import require_exact
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
+from jaxtune.pallas import ordered
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.config.sections import OF_ANSWERS
@@ -128,14 +130,19 @@ class GRPO(Declared):
         return {"grpo": "answers", "sapo": "answers", "dr_grpo": "possible_tokens"}.get(self.losses.loss_type, "tokens")
 
     @property
+    def corrects(self) -> bool:
+        """Whether a ratio corrects for the sampler's log-probabilities, which may differ from the trainer's."""
+        return self.importance_sampling_correction and not self.settings.exact
+
+    @property
     def sums(self) -> tuple[str, ...]:
-        corrected = (_RATIO, ZEROED, "corrected", _HIGHEST, _LOWEST) if self.importance_sampling_correction else ()
+        corrected = (_RATIO, ZEROED, "corrected", _HIGHEST, _LOWEST) if self.corrects else ()
         return (*self._measured, "answers", MASKED, _MISMATCH, _FURTHEST, *corrected)
 
     @property
     def largest(self) -> tuple[str, ...]:
         """Those of `sums` that are largest values of micro-batches and devices, from 0 on."""
-        return (_FURTHEST, *((_HIGHEST, _LOWEST) if self.importance_sampling_correction else ()))
+        return (_FURTHEST, *((_HIGHEST, _LOWEST) if self.corrects else ()))
 
     @property
     def _measured(self) -> tuple[str, ...]:
@@ -227,7 +234,11 @@ class GRPO(Declared):
         )
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError without a head that predicts tokens or, if beta is not 0, a fixed reference."""
+        """Raises ValueError without a head that predicts tokens, if beta is not 0, without a fixed reference, or with
+        `exact` for what it does not cover.
+        """
+        if self.settings.exact:
+            require_exact(model, "objective")
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
@@ -239,9 +250,10 @@ class GRPO(Declared):
         """
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
-        logps, entropies = forward.log_probs(
-            model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
-        )
+        with ordered.exact(self.settings.exact):
+            logps, entropies = forward.log_probs(
+                model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
+            )
         reference = batch.extra.get(REFERENCE_LOGPS)
         if reference is None and self.reference_runs:
             base = without_adapter(model)
@@ -297,7 +309,7 @@ class GRPO(Declared):
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
         """float32[answers, tokens or 1], of `importance_ratio`; None without correction."""
-        if not self.importance_sampling_correction:
+        if not self.corrects:
             return None
         return grpo.importance_ratio(
             logps,
@@ -316,7 +328,7 @@ class GRPO(Declared):
             MASKED: sums[MASKED] / (answers + (answers == 0)),
             _FURTHEST: sums[_FURTHEST],
         }
-        if self.importance_sampling_correction:
+        if self.corrects:
             token_sums[_RATIO], count = sums[_RATIO], sums["corrected"]
             lowest = sums[_LOWEST]
             other_metrics |= {
@@ -414,9 +426,9 @@ class AnswerCuts:
 _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 
-def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
+def log_probs_of(temperature: float, model: Decoder, batch: Batch, *, exact: bool = False) -> np.ndarray:
     """float32[rows, length], numpy, in nats: log-probabilities of a batch's targets, 0 where the weight is 0, 4 rows at
-    a time. temperature: divides the logits.
+    a time. temperature: divides the logits. exact: as of Settings.
     """
     graph, state = nnx.split(model)
     rows = len(batch.tokens)
@@ -424,7 +436,8 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
     for start in range(0, rows, _SCORED_ROWS):
         row_indices = np.minimum(np.arange(start, start + _SCORED_ROWS), rows - 1)
         some_rows = jax.tree.map(operator.itemgetter(row_indices), dataclasses.replace(batch, extra={}))
-        values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
+        with ordered.exact(exact):
+            values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
         count = min(_SCORED_ROWS, rows - start)
         log_probs[start : start + count] = values[:count]
     return np.where(batch.weights > 0, log_probs, 0.0).astype(np.float32)
@@ -435,7 +448,7 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
     return log_probs_of(temperature, without_adapter(model), batch)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_allow_excess_precision": False})
 def _row_log_probs(graph, temperature, state, batch: Batch) -> jax.Array:
     """float32[rows, length]; compiled for each shape, graph and temperature."""
     model = nnx.merge(graph, state)

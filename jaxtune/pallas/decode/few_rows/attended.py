@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, ordered
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.attention import decode_attention
 from jaxtune.pallas.decode.attention import reference as attention_reference
@@ -113,7 +113,7 @@ def refusal(partial_sums, keys, batch_invariant: bool) -> str | None:
     partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys: the cache [N, kv_heads, capacity, D].
     batch_invariant: True: single warps (attended_gluon.py) are not considered.
     """
-    reason = placed_refusal(keys)
+    reason = "sums in one order" if ordered.is_exact() else placed_refusal(keys)
     if reason is not None:
         return reason
     kv_heads, capacity, dim = keys.shape[1:]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, ordered
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.decode.few_rows.cases import normal_array
 
@@ -113,6 +113,10 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
         token = looked_up(logits / temperature[:, None], likeliest, jnp.maximum(uniform, 0.0))
         token = jnp.where(uniform >= 0, token, likeliest)
     peak, token_logit = (jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0] for column in (likeliest, token))
+    if ordered.is_exact():
+        scores = ordered.divided(logits, logprob_temperature[:, None])
+        _, total = ordered.normaliser(scores)
+        return token, ordered.log_probability(logits, token, logprob_temperature), peak, total
     total = jnp.log(block_sums(logits / logprob_temperature[:, None], peak / logprob_temperature).sum(-1))
     return token, (token_logit - peak) / logprob_temperature - total, peak, total
 
