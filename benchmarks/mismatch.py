@@ -96,12 +96,11 @@ def forced(sets: list[Any]) -> Callable:
 
     table = jnp.asarray(np.stack(sets), jnp.int32)
 
-    def chosen(model, kind, hidden, seen, live, rows):
-        made = jnp.clip(live.length - rows.start, 0, _NEW - 1)
+    def chosen(vocab_size, kind, logits, seen, rows, length, uniform):
+        made = jnp.clip(length - rows.start, 0, table.shape[2] - 1)
         token = table[rows.seed.astype(jnp.int32), rows.index.astype(jnp.int32), made]
-        logits = model.logits(hidden)[:, 0, : model.config.vocab_size].astype(jnp.float32)
-        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
-        return token, logprob, None
+        logprobs = jax.nn.log_softmax(logits[:, :vocab_size].astype(jnp.float32))
+        return token, jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0], None
 
     return chosen
 

@@ -118,6 +118,8 @@ def main() -> int:
     record |= run(options, model, log) | {"device_gb": (driver_bytes() or 0) / 1e9}
     write(options.output, record)
     print(json.dumps({key: value for key, value in record.items() if key != "losses"}), flush=True)
+    if "failed" in record:
+        return 1  # the model's folder stays: the next call needs it
     if not options.keep:
         shutil.rmtree(model)
     return 0

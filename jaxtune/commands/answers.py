@@ -62,6 +62,7 @@ def answer_file(
     template_arguments: Row | None = None,
     grammar: str | None = None,
     pictures: PictureReader | None = None,
+    cache: str | None = None,
 ) -> None:
     """Writes a line for each answer: the prompt's row with `answer`, `finish_reason` and, with thoughts,
     `reasoning_content`.
@@ -82,6 +83,7 @@ def answer_file(
       template_arguments: further variables of the chat template, such as enable_thinking; None: none.
       grammar: that each answer follows, after its thoughts; of `grammars`; None: any answer.
       pictures: how those of rows are read, by a model with its tower; None: rows have none.
+      cache: as of Sampler.
     """
     from jaxtune.models.generation.prefixes import worthwhile_bytes
     from jaxtune.models.generation.sampler import Sampler
@@ -105,6 +107,7 @@ def answer_file(
             made_by = {"raw": raw, "max_new_tokens": max_new_tokens, "num_answers": num_answers, **settings}
             made_by |= file_record.model_settings(model) | {"end_tokens": end_token_ids(model)}
             made_by |= {} if grammar is None else {"grammar": grammar}
+            made_by |= {} if cache is None else {"cache": cache}
             file_record.agree(output, made_by, [prompt.identity for prompt in asked], continues=done_count > 0)
         if done_count:
             progress = f"{output} has {done_count} of {total} answers, which are kept as they are"
@@ -113,7 +116,7 @@ def answer_file(
             return
         asked_ids = [prompt.ids for prompt in asked]
         longest, prefix_bytes = max(map(len, asked_ids)), worthwhile_bytes(asked_ids[done_count // num_answers :])
-        sampler = Sampler(model, slots, longest + max_new_tokens, prefix_bytes=prefix_bytes)
+        sampler = Sampler(model, slots, longest + max_new_tokens, prefix_bytes=prefix_bytes, cache=cache)
         seed, tokens, start_time = settings["seed"], 0, time.monotonic()
         indices = range(done_count, total)
         numbers = {}

@@ -44,6 +44,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--slots", type=int, metavar="N", help="of --prompts, rows that decode at once (default: by memory, at most 64)"
     )
+    sampling.add_cache(parser, "of --prompts, ")
     parser.add_argument(
         "--json-schema", metavar="FILE", help="a JSON schema that each answer to --prompts follows, after its thoughts"
     )
@@ -60,8 +61,8 @@ def run(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if (options.prompts is None) != (options.output is None):
         parser.error("--prompts and --output go with each other: one is given without the other")
-    if options.prompts is None and (options.num_answers != 1 or options.slots is not None):
-        parser.error("--num-answers and --slots are of --prompts and --output")
+    if options.prompts is None and (options.num_answers != 1 or options.slots is not None or options.cache is not None):
+        parser.error("--num-answers, --slots and --cache are of --prompts and --output")
     for flag, value in (("--num-answers", options.num_answers), ("--max-new-tokens", options.max_new_tokens)):
         if value < 1:
             parser.error(f"{flag} {value}: must be a positive integer")
@@ -120,6 +121,7 @@ def run(arguments: Sequence[str]) -> None:
             template_arguments=options.template_arguments,
             grammar=grammar,
             pictures=reader,
+            cache=options.cache,
         )
     if options.timing:
         progress.show_timing()

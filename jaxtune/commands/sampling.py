@@ -54,6 +54,12 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
     add_numbers(parser)
 
 
+def add_cache(parser: argparse.ArgumentParser, of: str = "") -> None:
+    """Adds --cache, as Sampler's `cache`. of: words before its help."""
+    words = f"{of}how keys and values are stored: fp8 takes half the memory, and rounds (default: the model's dtype)"
+    parser.add_argument("--cache", choices=("fp8",), help=words)
+
+
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of jaxtune.generate, Sampler.submit and Conversation, without the number of tokens."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtune.commands import common, pictures
+from jaxtune.commands import common, pictures, sampling
 from jaxtune.system import progress, timing
 from jaxtune.system.extras import install
 from jaxtune.system.files import read_plain
@@ -90,6 +90,7 @@ def _run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--length", type=int, metavar="N", help="most tokens of a prompt and its answer (default: by memory)"
     )
+    sampling.add_cache(parser)
     parser.add_argument(
         "--no-prefixes",
         action="store_true",
@@ -174,7 +175,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
     ranks = _ADAPTER_RANKS if ranks is None and folder is not None else ranks
 
     def sampler_of(model: Decoder, adapters: Mapping[str, Adapter], room: float | None, **memory) -> Sampler:
-        settings = dict(slots=options.slots, length=options.length, adapter_ranks=ranks, **memory)
+        settings = dict(slots=options.slots, length=options.length, adapter_ranks=ranks, cache=options.cache, **memory)
         settings["prefix_bytes"] = 0 if options.no_prefixes else prefix_room(room)
         return Sampler(model, first_at_once=True, compiles_beside=True, adapters=adapters, **settings)
 

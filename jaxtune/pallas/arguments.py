@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32")
+CACHES = (*FLOATS, "float8_e4m3fn")  # of keys and values
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 

@@ -102,7 +102,7 @@ def _learn_tensors() -> None:
 
 _compiling = threading.Lock()  # Triton's settings are those of the process
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "float8_e4m3fn": "*fp8e4nv"}
-_POINTERS |= {"int8": "*i8", "uint8": "*u8"}
+_POINTERS |= {"int8": "*i8", "uint8": "*u8", "uint32": "*u32"}
 
 
 def triton_graph_call(
@@ -119,7 +119,8 @@ def triton_graph_call(
     """`triton_call` for a Triton or Gluon kernel as a node of a CUDA graph, without time between kernels. Use few in a
     program, because each contains the kernel's whole assembly.
 
-      arguments: they and outputs are bfloat16, float16, float32, int32, int8, uint8 or float8_e4m3fn (else KeyError).
+      arguments: they and outputs are bfloat16, float16, float32, int32, uint32, int8, uint8 or float8_e4m3fn (else
+        KeyError).
       constants: compile-time; None for an array that this call does not read.
       out_types: shape and dtype of each output. grid: programs along up to three axes.
       warps, stages: Triton's num_warps and num_stages. aliases: {argument: output that takes its memory}, by index.

@@ -41,3 +41,23 @@ def computed(sums):
     if INTERPRETED:
         return sums
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def rounded_row(
+    numbers, codes, scales, row, COUNT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes row `row` of COUNT, float32[WIDTH] with zeros from SIZE on, in e4m3: its codes [SIZE], and its scale, or
+    with BLOCK, which divides SIZE, those of its blocks, [SIZE / BLOCK, COUNT].
+    """
+    GROUP: tl.constexpr = BLOCK if BLOCK else WIDTH
+    groups = tl.reshape(numbers, [WIDTH // GROUP, GROUP])
+    # Among the bits as integers NaN is the largest.
+    bits = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), 1, keep_dims=True)
+    scale = scale_of(bits.to(tl.float32, bitcast=True))
+    # A scale is normal or not finite, so multiplying by its reciprocal gives a division's bits.
+    quotient = groups / scale if INTERPRETED else groups * (1.0 / scale)
+    columns = tl.arange(0, WIDTH // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(codes + row * SIZE + columns, quotient.to(codes.dtype.element_ty), mask=columns < SIZE)
+    group = tl.arange(0, WIDTH // GROUP)[:, None]
+    tl.store(scales + group * COUNT + row, scale, mask=group * GROUP < SIZE)

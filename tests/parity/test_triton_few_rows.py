@@ -417,8 +417,11 @@ def test_experts_that_no_kernel_multiplies(change, message):
 
 @pytest.mark.parametrize("size", [300, 4096, 9001])
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_token_is_chosen(size, draws):
-    """As by the definition, whose sums have another order; of equal largest logits the first; padding has no part."""
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_token_is_chosen(size, draws, masks):
+    """As by the definition, whose sums have another order; of equal largest logits the first; padding has no part. A
+    row whose mask allows all tokens has the bits of rows without masks.
+    """
     rows = 40
     logits = 3 * normal(rows, size + 7, dtype=jnp.float32)
     logits = logits.at[:, size:].set(50.0).at[3, 7].set(20.0).at[3, size - 5].set(20.0).at[5, 11:].set(-jnp.inf)
@@ -426,15 +429,28 @@ def test_a_token_is_chosen(size, draws):
     own = jnp.where(jnp.arange(rows) % 3 == 1, heat, own)
     uniform = jnp.where(jnp.arange(rows) % 4 == 3, -1.0, jnp.linspace(0.0, 0.999, rows)) if draws else None
     with interpreted():
-        token, *numbers = chosen_token(logits, size, heat, own, uniform)
-        few = chosen_token(logits[4:6], size, heat[4:6], own[4:6], None if uniform is None else uniform[4:6])
+        plain = chosen_token(logits, size, heat, own, uniform)
+    words = None
+    if masks:
+        allowed = jax.random.bernoulli(jax.random.key(1), jnp.linspace(0.01, 0.9, rows)[:, None], (rows, size))
+        allowed = allowed.at[:3].set(False).at[:3, size - 1].set(True).at[3:6].set(True).at[5, 3].set(False)
+        bits = jnp.pad(allowed, ((0, 0), (0, -size % 32))).reshape(rows, -1, 32).astype(jnp.uint32)
+        words = (bits << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    with interpreted():
+        token, *numbers = chosen_token(logits, size, heat, own, uniform, words)
+        rest = (None if array is None else array[4:6] for array in (uniform, words))
+        few = chosen_token(logits[4:6], size, heat[4:6], own[4:6], *rest)
     assert dispatch.record["chosen_token"][0] == "triton"
-    want = chosen_token(logits, size, heat, own, uniform, implementation="reference")
+    want = chosen_token(logits, size, heat, own, uniform, words, implementation="reference")
+    if masks:
+        assert (token[:3] == size - 1).all() and allowed[jnp.arange(rows), token].all()
+        for with_masks, without in zip((token, *numbers), plain, strict=True):
+            np.testing.assert_array_equal(with_masks[3:5], without[3:5])
     np.testing.assert_array_equal(token, want[0])
     for got, expected in zip(numbers, want[1:], strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5)
     for alone, whole in zip(few, (token, *numbers), strict=True):
         np.testing.assert_array_equal(alone, whole[4:6])
     assert token[3] == (7 if not draws else want[0][3]) and token[3] < size
-    if draws:
+    if draws and not masks:
         assert (token != logits[:, :size].argmax(-1)).sum() > 15

@@ -68,6 +68,7 @@ def generate(
     deterministic: bool = False,
     pictures: Sequence[PromptPictures | None] | None = None,
     constraints: Sequence[Constraint | None] | None = None,
+    cache: str | None = None,
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
     """Continues each prompt; at most 256 rows decode at once, as memory allows.
 
@@ -94,6 +95,7 @@ def generate(
       pictures: of each prompt, or None for one without; needs a model with its tower. None: no prompt has any.
       constraints: which tokens each answer may make, such as `Grammars.constraint` of a JSON schema or an expression,
         or None for any; each is of one answer. None: no answer has any.
+      cache: "fp8": keys and values are stored in e4m3, as Sampler does; None: in the model's dtype.
 
     Returns each prompt's new tokens, with the one that ended it; with output_logprobs (tokens, log-probabilities).
 
@@ -132,6 +134,7 @@ def generate(
         deterministic=deterministic,
         tokens_per_round=1 if streamer is not None else 8,
         prefix_bytes=None if deterministic else worthwhile_bytes(rows),
+        cache=cache,
     )
     answers: list[list[int]] = [[] for _ in rows]
     logprobs: list[list[float]] = [[] for _ in rows]

@@ -46,7 +46,7 @@ def through_layers(
     plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
     if tokens.shape[1] == 1 and plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
-        stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
+        stream = plain_layer.first_stream(model.layers[0], x[:, 0])
         for (graph, *_), (_, spec), layer_state, norm in zip(splits, layers, states, norms[1:], strict=True):
             weight = norm.weight[...]
             stream, state = weights.next(stream)

@@ -23,6 +23,7 @@ from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
 from jaxtune.pallas.decode.few_rows import (
     added_norm,
+    added_norm_coded,
     attended,
     experts_down,
     experts_gated,
@@ -31,7 +32,8 @@ from jaxtune.pallas.decode.few_rows import (
     products,
 )
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.quant_matmul import LoraWeights, few_product
+from jaxtune.pallas.quant_matmul import LoraWeights, few_product, fp8_few
+from jaxtune.pallas.quant_matmul.fp8_few import Coded
 
 # (an operation's name, its result) -> the result as the next operations read it; differences.py looks at them.
 type Tap = Callable[[str, jax.Array], jax.Array]
@@ -46,6 +48,7 @@ class Stream(NamedTuple):
 
     x: jax.Array  # [N, hidden]
     normed: jax.Array  # [N, hidden]: x after the norm of what reads it next, a part of a layer or the head
+    coded: Coded | None = None  # normed in e4m3, where FP8 products of codes read it
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
@@ -117,23 +120,57 @@ def step(
     head_options, norms = options, None
     if attention.config.qk_norm:
         head_options, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
-    heads = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
-    heads = tap("query, key, value", heads)
+    in_linears = [getattr(attention, name) for name in attention.in_matrices]
+    heads = tap("query, key, value", _parts(stream.normed, in_linears, stream.coded))
+    mlp_in = _gate_and_up(block.parts["mlp"])
     masking = attention.options(context.spec.window)
-    masking["batch_invariant"] = batch_invariant
+    masking |= dict(batch_invariant=batch_invariant, dtype=stream.x.dtype)
     out, keys, values = attended(heads, *state["mixer"], positions, table, norms, **head_options, **masking)
     out = tap("attention", out)
     partial_sums = tap("output", _parts(out.reshape(len(out), -1), [attention.o_proj]))
-    x, normed = added_norm(stream.x, partial_sums, norm.weight[...], **options)
-    stream = Stream(tap("stream", x), tap("norm", normed))
-    partial_sums = tap("down", _feed_forward(block.parts["mlp"], stream, context, tap))
-    return Stream(*added_norm(stream.x, partial_sums, next_weight, **options)), {"mixer": (keys, values)}
+    x, normed, coded = _added(stream.x, partial_sums, norm.weight[...], options, mlp_in)
+    of_mlp = Stream(tap("stream", x), tap("norm", normed), coded)
+    partial_sums = tap("down", _feed_forward(block.parts["mlp"], of_mlp, context, tap))
+    # The next layer's are expected to be as this one's.
+    return _added(of_mlp.x, partial_sums, next_weight, options, in_linears), {"mixer": (keys, values)}
+
+
+def first_stream(block: Block, x: jax.Array) -> Stream:
+    """The stream before a model's first layer. x: [N, hidden]."""
+    normed, attention = norm_before(block, "mixer")(x), block.parts["mixer"]
+    blocks = _rounding([getattr(attention, name) for name in attention.in_matrices], x)
+    return Stream(x, normed, None if blocks is None else fp8_few.rounded(normed, blocks))
+
+
+def _added(x, partial_sums, weight, options: dict, linears: Sequence[Linear]) -> Stream:
+    """linears: what reads the norm."""
+    blocks = _rounding(linears, x)
+    if blocks is None:
+        return Stream(*added_norm(x, partial_sums, weight, **options))
+    return Stream(*added_norm_coded(x, partial_sums, weight, blocks, **options))
+
+
+def _rounding(linears: Sequence[Linear], x, activation: str | None = None) -> bool | None:
+    """Whether fp8_few reads x [N, in] rounded in blocks (True) or rows (False) to multiply it by the linears; None: it
+    does not.
+    """
+    if not all(_is_only_fp8(linear, x.dtype) for linear in linears):
+        return None
+    weights = [linear.stored_weight for linear in linears]
+    return None if fp8_few.refusal(weights, x.dtype, len(x), activation) else fp8_few.in_blocks(weights)
+
+
+def _gate_and_up(feed_forward) -> list[Linear]:
+    """An MLP's, if they are apart."""
+    if type(feed_forward) is not MLP or feed_forward.config.fused_gate_up:
+        return []
+    return [feed_forward.gate_proj, feed_forward.up_proj]
 
 
 def _feed_forward(feed_forward, stream: Stream, context: Context, tap: Tap) -> jax.Array:
     """[splits, N, hidden], partial sums that the kernel of the residual stream adds up."""
-    if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
-        gate, up = feed_forward.gate_proj, feed_forward.up_proj
+    if linears := _gate_and_up(feed_forward):
+        gate, up = linears
         if all(_is_plain(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
             activation, loras = feed_forward.config.activation, _adapters((gate, up))
             gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation, loras)
@@ -143,6 +180,12 @@ def _feed_forward(feed_forward, stream: Stream, context: Context, tap: Tap) -> j
             gated = few_product(stream.normed, weights, feed_forward.config.activation)
             if gated is not None:
                 return _parts(tap("gated", gated), [feed_forward.down_proj])
+        activation = feed_forward.config.activation
+        blocks = _rounding(linears, stream.x, activation)
+        if blocks is not None:
+            coded = fp8_few.rounded(stream.normed, blocks) if stream.coded is None else stream.coded
+            gated = fp8_few.product(coded, [gate.stored_weight, up.stored_weight], activation)
+            return _parts(tap("gated", gated[0]), [feed_forward.down_proj])
     if type(feed_forward) is MoE:
         partial_sums = _of_experts(feed_forward, stream.normed, context, tap)
         if partial_sums is not None:
@@ -196,15 +239,21 @@ def _is_only_codes(linear: Linear, dtype) -> bool:
     return not more and linear.plain(dtype, False) and isinstance(linear.stored_weight, Stored)
 
 
+def _is_only_fp8(linear: Linear, dtype) -> bool:
+    """Whether the linear is an FP8 product, of x rounded too, and nothing more."""
+    more = linear.lora is not None or linear.bias is not None
+    return linear.fp8 and not more and linear.plain(dtype, False)
+
+
 def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
     """Each plain linear's adapter or None; an empty list if none has one."""
     loras = [None if linear.lora is None else linear.lora.weights(linear.stored_weight) for linear in linears]
     return loras if any(lora is not None for lora in loras) else []
 
 
-def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
+def _parts(x: jax.Array, linears: Sequence[Linear], coded: Coded | None = None) -> jax.Array:
     """Products of x [N, in] with several linears, concatenated: partial sums [splits, N, sum of out]; splits is 1
-    unless all are plain.
+    unless all are plain or FP8 products. coded: x in e4m3, as such products read it.
     """
     if all(_is_plain(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears], _adapters(linears))
@@ -212,4 +261,7 @@ def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
         out = few_product(x, [linear.stored_weight for linear in linears])
         if out is not None:
             return out[None]
+    if (blocks := _rounding(linears, x)) is not None:
+        weights = [linear.stored_weight for linear in linears]
+        return fp8_few.product(fp8_few.rounded(x, blocks) if coded is None else coded, weights)
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

@@ -68,7 +68,7 @@ from jaxtune.models.generation.slot_plan import (
     room_bytes,
     slot_bytes,
 )
-from jaxtune.models.generation.structure import Structure, flattened, shapes_of
+from jaxtune.models.generation.structure import Structure, flattened, shapes_of, with_cache
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement.streams import arriving_bytes
 from jaxtune.models.programs.kept import Prepared
@@ -163,6 +163,8 @@ class Sampler:
         whose use is longest ago go first. Prompts longer than a block are then prefilled alone. Only prefilled tokens
         are reused, so that of an answer in the next turn's prompt nothing is; nor is anything of pictures' prompts.
         None: nothing is stored, and prompts are prefilled together where that is faster.
+      cache: "fp8": keys and values are stored in e4m3, without scales, in half the memory; what that loses is in
+        docs/sampling.md. None: in the model's dtype.
       exact: log-probabilities have the bits that training with `exact` gives the same tokens; slower. ValueError for
         what it does not cover.
 
@@ -195,6 +197,7 @@ class Sampler:
         adapter_ranks: int | None = None,
         compiles_beside: bool = False,
         prefix_bytes: int | None = None,
+        cache: str | None = None,
         exact: bool = False,
     ):
         counts = dict(tokens_per_round=tokens_per_round, prefill_tokens=prefill_tokens)
@@ -206,6 +209,8 @@ class Sampler:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
         if exact:
             require_exact(model, "Sampler")
+            if cache is not None:
+                raise ValueError(f"Sampler: exact: cache = {cache!r}: training reads keys and values unrounded")
             if adapters or adapter_ranks:
                 raise ValueError("Sampler: exact: adapters of several models; merge one, or load it with the model")
         self.config, self.ends = model.config, end_token_ids(model)
@@ -217,7 +222,8 @@ class Sampler:
         self._dropped: set[int] = set()  # adapters' numbers that rows still have
         for name, adapter in (adapters or {}).items():
             self._bank, self._adapters[name] = self._with_adapter(name, adapter)
-        self._structure, self._leaves = flattened(self._bank.model())
+        self._cache = cache
+        self._structure, self._leaves = flattened(with_cache(self._bank.model(), cache))
         self._gated, self._newest = bool(self._bank), self._adapter_number  # the last adapter in these arrays
         self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
         self._shapes = shapes_of(self._leaves)
@@ -383,7 +389,7 @@ class Sampler:
 
     def _use(self, bank: AdapterBank, only: Structure | None = None) -> None:
         """Sets the model with its adapters that `_switch` takes. ValueError for another structure than `only`."""
-        structure, leaves = flattened(bank.model())
+        structure, leaves = flattened(with_cache(bank.model(), self._cache))
         if self._converted is not None:
             structure, leaves = self._converted.of(structure, leaves)
         if only is not None and structure is not only:

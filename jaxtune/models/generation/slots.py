@@ -22,7 +22,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.adapters import choose_adapters
 from jaxtune.models.generation.converted import head_of_step
 from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
-from jaxtune.models.generation.limits import MOST_RANKED, NO_MASK
+from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.models.generation.sampling import (
     Adjustments,
     Array,
@@ -47,10 +47,9 @@ from jaxtune.models.vision.pictures import Pictures
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import implementations, inserted
-from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up
+from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up, masked
 from jaxtune.pallas.ordered import exactly_if, is_exact, log_probability
 
-_LEAST = -1e30  # finite also after its division by a small temperature
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
 
@@ -358,7 +357,11 @@ def _insert(states, staged, rows, slots) -> States:
             staged_states.shape[1],
             staged_states.shape[3],
         )
-        if heads_alike and slot_states.dtype in (jnp.bfloat16, jnp.float16):  # a cache, of keys or of values
+        if heads_alike and slot_states.dtype in (
+            jnp.bfloat16,
+            jnp.float16,
+            jnp.float8_e4m3fn,
+        ):  # a cache, of keys or of values
             return inserted(slot_states, staged_states, rows, slots)
         return slot_states.at[(slots, *map(slice, staged_states.shape[1:]))].set(staged_states[rows], mode="drop")
 
@@ -524,9 +527,11 @@ def _chosen(vocab_size: int, kind: Kind, logits, seen, rows: Rows, length, unifo
     """
     numbers = rows.numbers
     logprob_temperature = numbers.logprob_temperature
-    token, logprob, peak, total = chosen_token(logits, vocab_size, numbers.temperature, logprob_temperature, uniform)
+    token, logprob, peak, total = chosen_token(
+        logits, vocab_size, numbers.temperature, logprob_temperature, uniform, rows.masks
+    )
     logits = logits[:, :vocab_size].astype(jnp.float32)
-    if kind.penalises or kind.filters or kind.adjusts or rows.masks is not None:
+    if kind.penalises or kind.filters or kind.adjusts:
         # Rows without these settings keep their token, so that its bits do not depend on the settings of other rows.
         adjustments = rows.adjustments
         scores = logits if adjustments is None else biased(logits, adjustments, length)
@@ -534,10 +539,7 @@ def _chosen(vocab_size: int, kind: Kind, logits, seen, rows: Rows, length, unifo
             scores = penalised(scores, seen > 0, numbers.repetition_penalty[:, None])
             scores = scores if adjustments is None else lessened(scores, adjustments, seen >> 1)
         if rows.masks is not None:
-            bits = rows.masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-            allowed = bits.reshape(len(logits), -1)[:, :vocab_size] > 0
-            # What a mask allows alone is taken though a bias leaves it out.
-            scores = jnp.where(allowed, jnp.maximum(scores, _LEAST), -jnp.inf)
+            scores = masked(scores, rows.masks)  # a token that is allowed alone is taken though a bias leaves it out
         filtered_token = likeliest = scores.argmax(-1).astype(jnp.int32)
         if uniform is not None:
             scores = scores / numbers.temperature[:, None]
@@ -548,8 +550,6 @@ def _chosen(vocab_size: int, kind: Kind, logits, seen, rows: Rows, length, unifo
         if adjustments is not None:
             is_filtered |= (adjustments.presence_penalty != 0) | (adjustments.frequency_penalty != 0)
             is_filtered |= (adjustments.bias != 0).any(-1)
-        if rows.masks is not None:
-            is_filtered |= (rows.masks != NO_MASK).any(-1)
         token = jnp.where(is_filtered, filtered_token, token)
         of_token = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         of_token = (of_token - peak) / logprob_temperature - total

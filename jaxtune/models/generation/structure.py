@@ -13,7 +13,8 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import linears
+from jaxtune.models.layers.attention import Attention
+from jaxtune.models.lora import copy_structure, linears
 from jaxtune.models.placement import partition
 from jaxtune.models.placement.streams import is_on_host
 
@@ -43,6 +44,26 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
       config: the model's.
     """
     return Structure(graph, treedef, config)
+
+
+CACHES = {"fp8": "float8_e4m3fn"}  # what a sampler's keys and values may be stored in, beside their own dtype
+
+
+def with_cache(model: Decoder, cache: str | None) -> Decoder:
+    """The model with key/value caches in a format of CACHES; None: in its own dtype. ValueError for another name, or a
+    model without such caches.
+    """
+    if cache is None:
+        return model
+    if cache not in CACHES:
+        raise ValueError(f"Sampler: cache = {cache!r}: {', '.join(map(repr, CACHES))} or None")
+    model = copy_structure(model)
+    mixers = [mixer for layer in model.layers for mixer in layer.mixers.values() if isinstance(mixer, Attention)]
+    if not mixers:
+        raise ValueError(f"Sampler: cache = {cache!r}: no layer of the model has keys and values")
+    for mixer in mixers:
+        mixer.cache_dtype = CACHES[cache]
+    return model
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:

@@ -21,6 +21,7 @@ from jaxtune.models.norm import Normed, norm_of
 from jaxtune.models.rope import rotate, rotate_normed, scaled_by_position
 from jaxtune.pallas.attention import attention_backward, attention_forward
 from jaxtune.pallas.decode.attention import (
+    as_cached,
     cache_capacity,
     cache_of,
     chunk_attention,
@@ -83,10 +84,14 @@ class Attention(nnx.Module):
       gives_keys, takes_keys: the names under which it gives keys and values to later layers, or takes an earlier
         layer's.
 
+    Attributes:
+      cache_dtype: of caches in generation; None: the keys'.
+
     Raises ValueError for takes_keys with gives_keys, or with a fused qkv_proj.
     """
 
     has_cache = True
+    cache_dtype: str | None = None
 
     def __init__(
         self, config: DecoderConfig, key: jax.Array, dtype, gives_keys: str | None = None, takes_keys: str | None = None
@@ -329,7 +334,11 @@ class Attention(nnx.Module):
         if self._normed_late:
             key, value = self._key(key, context.rotary), self._value(value)
         capacity = cache_capacity(key.shape[1] + new_tokens, context.spec.window)
+        key, value = self._cached(key), self._cached(value)
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
+
+    def _cached(self, numbers: jax.Array) -> jax.Array:
+        return as_cached(numbers, jnp.dtype(self.cache_dtype or numbers.dtype))
 
     def step(self, x: jax.Array, state, positions: jax.Array, context: Context):
         """Runs the next N tokens of each row: (output [B, N, hidden], the caches with them).
@@ -362,7 +371,8 @@ class Attention(nnx.Module):
             query, key, value, *gates = self.project(x, context.rotary)
             keys, values = state
             write = functools.partial(chunk_written, counts=context.layout.counts()) if chunk else _written_one
-            state = tuple(write(cache, new, positions) for cache, new in zip(state, (key, value), strict=True))
+            news = self._cached(key), self._cached(value)
+            state = tuple(write(cache, new, positions) for cache, new in zip(state, news, strict=True))
         if chunk:
             out = chunk_attention(query, key, value, keys, values, positions, **options)
         else:

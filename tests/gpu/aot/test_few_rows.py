@@ -207,6 +207,34 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize(("dim", "rows", "capacity"), [(64, 64, 768), (128, 1, 768), (128, 64, 768), (128, 64, 3072)])
+def test_attention_over_a_cache_in_fp8_fits(dim, rows, capacity, capability, tmp_path):
+    """Products are in float16, to which one instruction converts codes; long caches of many rows take one kernel."""
+    parts, positions = array(2, rows, 6 * KV_HEADS * dim, dtype=jnp.float32), array(rows, dtype=jnp.int32)
+    keys, table = array(rows, KV_HEADS, capacity, dim, dtype=jnp.float8_e4m3fn), (array(rows, dim // 2),) * 2
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        run = functools.partial(attended, scale=0.1, dtype=jnp.bfloat16, batch_invariant=False)
+        out, *caches = jax.eval_shape(run, parts, keys, keys, positions, table)
+    [call] = calls
+    assert call[0].__name__ == "attended_kernel" and out.dtype == jnp.bfloat16
+    assert all(cache.dtype == keys.dtype for cache in caches)
+    compiled = compile_call(call, capability, tmp_path)
+    assert compiled.spilled_bytes == 0 and compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
+    assert "cvt.rn.f16x2.e4m3x2" in compiled.ptx and ".f32.f16.f16.f32" in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", GPUS[-3:])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_token_is_placed_in_a_cache_in_fp8(capability, dim, tmp_path):
+    keys, rows = array(5, KV_HEADS, 768, dim, dtype=jnp.float8_e4m3fn), array(5, dtype=jnp.int32)
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        run = functools.partial(placed, dtype=jnp.bfloat16)
+        jax.eval_shape(run, array(2, 5, 6 * KV_HEADS * dim, dtype=jnp.float32), keys, keys, rows)
+    [call] = calls
+    assert compile_call(call, capability, tmp_path).spilled_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("rows", "invariant", "group", "kernel", "step", "shares"),
     [
@@ -306,8 +334,10 @@ def test_the_attention_reads_keys_before_its_own_parts(dim, group, invariant, tm
 
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("vocab", [128_256, 262_144])
-def test_choosing_a_token_fits(capability, vocab, tmp_path):
+@pytest.mark.parametrize("masks", [True, False])
+def test_choosing_a_token_fits(capability, vocab, masks, tmp_path):
     numbers = (array(64, dtype=jnp.float32),) * 3
+    numbers += (array(64, vocab // 32, dtype=jnp.uint32),) * masks
     with dispatch.compile_for(capability), recorded_calls() as calls:
         run = functools.partial(chosen_token, implementation="triton")
         jax.eval_shape(lambda logits, *given: run(logits, vocab, *given), array(64, vocab, dtype=jnp.float32), *numbers)

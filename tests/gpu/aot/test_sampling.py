@@ -13,7 +13,7 @@ from flax import nnx
 
 from benchmarks.shapes import SHAPES
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import quantize
+from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted
 from jaxtune.models.generation.sampling import Kind
@@ -42,7 +42,8 @@ def structure_and_shapes(name: str, layers: int, adapter: bool | str, load_in: s
 
     def make():
         model = Decoder(config_from_hf(hf), jax.random.key(0), "bfloat16")
-        model = quantize(model, load_in) if load_in else model
+        model = quantize(model, load_in.removesuffix(" products")) if load_in else model
+        model = compute_in_fp8(model) if load_in == "fp8 products" else model
         if adapter == "of rows":
             return with_adapters_of_rows(freeze(model))
         return get_peft_model(model, r=16) if adapter else model
@@ -219,6 +220,17 @@ def test_few_rows_multiply_codes(slots, calls):
     text = programs["decode"].compile().as_text()
     assert text.count('"coded_kernel"') == calls * layers
     assert ("dequantise" in text) == (not calls)
+
+
+@pytest.mark.parametrize("slots", [1, 64, 256])
+def test_few_rows_multiply_in_fp8(slots):
+    """Four products a layer read codes, and what the stream's norm does not round, a kernel does; XLA has the head."""
+    layers = 2
+    _, programs = lowered("llama-3.1-8b", layers, load_in="fp8 products", slots=slots)
+    text = programs["decode"].compile().as_text()
+    assert text.count('name = "few_product_kernel"') == 4 * layers
+    assert text.count('name = "rounded_rows_kernel"') == 2 * layers + 1
+    assert "f8e4m3fn" not in "".join(re.findall(r"^.* (?:convert|copy|pad|fusion)\(.*$", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-20b", "qwen3-30b-a3b"])

@@ -27,6 +27,7 @@ _POINTERS = {
     jnp.float16: "*fp16",
     jnp.float32: "*fp32",
     jnp.int32: "*i32",
+    jnp.uint32: "*u32",
     jnp.int8: "*i8",
     jnp.uint8: "*u8",
     jnp.float8_e4m3fn: "*fp8e4nv",

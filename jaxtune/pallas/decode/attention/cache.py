@@ -12,6 +12,14 @@ from jaxtune.pallas.arguments import INTEGERS, Arguments
 from jaxtune.pallas.meshes import on_any_mesh
 
 CAPACITY_STEP = 128  # a multiple of the number of keys in every kernel's tile
+_LARGEST = 448.0  # of e4m3
+
+
+def as_cached(numbers: jax.Array, dtype) -> jax.Array:
+    """Keys or values in a cache's dtype; those beyond e4m3's largest number become that, as kernels round them."""
+    if dtype != jnp.float8_e4m3fn:
+        return numbers.astype(dtype)
+    return jnp.clip(numbers, -_LARGEST, _LARGEST).astype(dtype)
 
 
 def cache_capacity(tokens: int, window: int | None = None) -> int:

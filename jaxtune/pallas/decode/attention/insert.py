@@ -21,7 +21,8 @@ def inserted(
 
       staged: [R, kv_heads, its capacity, D] in the cache's dtype, of no larger capacity; a row's later entries stay.
       rows, slots: int32[G]; slots that exist all differ.
-      implementation: "triton" (16-bit caches), "reference" (XLA's scatter), or None: the first that supports the call.
+      implementation: "triton" (caches of 16 bits, or from compute capability 8.9 of float8_e4m3fn), "reference" (XLA's
+        scatter), or None: the first that supports the call.
     """
     check = Arguments("inserted")
     check.array("cache", cache, "N kv_heads capacity D", str(cache.dtype))
@@ -40,8 +41,11 @@ def inserted(
         return [jax.jit(_by_kernel)(*operands)], [_by_scatter(*operands)]
 
     def refusal():
-        if cache.dtype not in (jnp.bfloat16, jnp.float16):
+        if cache.dtype not in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn):
             return f"a cache of {cache.dtype}"
+        capability = dispatch.compute_capability()
+        if cache.dtype == jnp.float8_e4m3fn and (capability is None or capability < (8, 9)):
+            return "FP8 needs compute capability 8.9"
         call = str(cache.dtype)
         return compat.triton_refusal() or dispatch.first_use("inserted", "triton", call, compare)
 

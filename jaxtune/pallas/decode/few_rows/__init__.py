@@ -2,15 +2,16 @@
 more.
 """
 
-from jaxtune.pallas.decode.few_rows.api import added_norm, gated_product, placed, products
+from jaxtune.pallas.decode.few_rows.api import added_norm, added_norm_coded, gated_product, placed, products
 from jaxtune.pallas.decode.few_rows.attended import attended
-from jaxtune.pallas.decode.few_rows.drawing import chosen_token, looked_up
+from jaxtune.pallas.decode.few_rows.drawing import chosen_token, looked_up, masked
 from jaxtune.pallas.decode.few_rows.experts import experts_down, experts_gated, experts_have_kernels
 from jaxtune.pallas.decode.few_rows.triton import MOST_ROWS
 
 __all__ = [
     "MOST_ROWS",
     "added_norm",
+    "added_norm_coded",
     "attended",
     "chosen_token",
     "experts_down",
@@ -18,6 +19,7 @@ __all__ = [
     "experts_have_kernels",
     "gated_product",
     "looked_up",
+    "masked",
     "placed",
     "products",
 ]

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.few_rows import gated_mosaic, reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.quant_matmul.fp8_few import Coded
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
@@ -246,11 +247,32 @@ def added_norm(
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
     implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
     """
+    return _added_norm(x, partial_sums, weight, None, implementation, eps=eps, offset=offset, float32=float32)
+
+
+def added_norm_coded(
+    x: jax.Array,
+    partial_sums: jax.Array,
+    weight: jax.Array,
+    blocks: bool,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    float32: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, Coded]:
+    """`added_norm`, and the norm rounded to e4m3 as FP8 products round it, in the same kernel.
+
+    blocks: each 128 numbers have a scale, not each row; hidden is a multiple of 128 then. Others: as in `added_norm`.
+    """
+    return _added_norm(x, partial_sums, weight, blocks, implementation, eps=eps, offset=offset, float32=float32)
+
+
+def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: str | None, **options):
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
     check.array("partial_sums", partial_sums, "splits N hidden", FLOATS)
     check.array("weight", weight, "hidden", FLOATS)
-    options = dict(eps=eps, offset=offset, float32=float32)
 
     def compare():
         operands = (
@@ -258,14 +280,23 @@ def added_norm(
             normal_array(1, 3, 5, 768, dtype=jnp.float32),
             normal_array(2, 768, dtype=x.dtype),
         )
-        kernel, exact = (functools.partial(module.added_norm, **options) for module in (triton, reference))
-        return list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*in_float32(operands)))
+        added, normed, *coded = jax.jit(triton.added_norm, static_argnums=3, static_argnames=[*options])(
+            *operands, blocks, **options
+        )
+        exact = list(dispatch.exactly(functools.partial(reference.added_norm, **options))(*in_float32(operands)))
+        if coded:  # of the kernel's own norm: another rounding of it may be another code
+            return [added, normed, coded[0].decode()], [*exact, Coded.of(normed, bool(blocks)).decode()]
+        return [added, normed], exact
 
     def first_use():
-        return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}", compare)
+        rounds = "" if blocks is None else ", in blocks" if blocks else ", in rows"
+        return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}{rounds}", compare)
 
-    implementation_name = _chosen("added_norm", lambda: triton.added_norm_refusal(x), first_use, implementation)
-    return IMPLEMENTATIONS[implementation_name].added_norm(x, partial_sums, weight, **options)
+    def refusal():
+        return triton.added_norm_refusal(x)
+
+    implementation_name = _chosen("added_norm", refusal, first_use, implementation)
+    return IMPLEMENTATIONS[implementation_name].added_norm(x, partial_sums, weight, blocks, **options)
 
 
 def placed(
@@ -276,6 +307,7 @@ def placed(
     table: tuple[jax.Array, jax.Array] | None = None,
     norms: tuple[jax.Array, jax.Array] | None = None,
     *,
+    dtype=None,
     eps: float = 1e-6,
     offset: float = 0.0,
     float32: bool = False,
@@ -284,20 +316,23 @@ def placed(
     """Norms and rotates queries and keys of one new token in each of N sequences, and writes its keys and values into
     the caches, in one kernel. Not differentiable.
 
-    Returns (query [N, heads, D] in the caches' dtype, keys, values). XLA changes the caches in place, unless the
+    Returns (query [N, heads, D] in `dtype`, keys, values). XLA changes the caches in place, unless the
     program reads the old ones again or they are arguments that are not donated.
 
       partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
-      keys, values: caches [N, kv_heads, capacity, D]; a token goes to its position modulo capacity.
+      keys, values: caches [N, kv_heads, capacity, D], of floats or float8_e4m3fn (no scales); a token goes to its
+      position modulo capacity.
       positions: int32[N]; for a negative one nothing is written, and the row's query means nothing.
       table: (cos, sin) at these positions, float32[N, D / 2] (RoPE); None: no rotation.
       norms: weights [D] of the query's and key's RMS norms, before the rotation; None: no norms.
+      dtype: in which everything is rounded before it is cached; None: the caches'.
       eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
-      implementation: "triton" (16-bit caches, D a power of two from 32 to 512), "reference", or None.
+      implementation: "triton" (16-bit dtypes, FP8 caches from compute capability 8.9, D a power of two from 32 to
+        512), "reference", or None.
     """
     check = Arguments("placed")
     check.array("partial_sums", partial_sums, "splits N width", FLOATS)
-    check.array("keys", keys, "N kv_heads capacity D", FLOATS)
+    check.array("keys", keys, "N kv_heads capacity D", CACHES)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
@@ -306,23 +341,28 @@ def placed(
             check.array(f"{name}[{index}]", array, shape, FLOATS)
     positions = jnp.asarray(positions, jnp.int32)
     options = dict(eps=eps, offset=offset, float32=float32)
-    dim, dtype = keys.shape[3], keys.dtype
+    dim, dtype = keys.shape[3], dtype or keys.dtype
 
     def compare():
         rows = jnp.asarray([0, -1, 200, 77, 127], jnp.int32)
-        caches = [normal_array(i, 5, 2, 128, dim, dtype=dtype) for i in (1, 2)]
+        caches = [normal_array(i, 5, 2, 128, dim, dtype=keys.dtype) for i in (1, 2)]
         angles = normal_array(3, 5, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
         operands = normal_array(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
         kernel, exact = (functools.partial(module.placed, **options) for module in (triton, reference))
-        kernel, exact = list(jax.jit(kernel)(*operands)), list(dispatch.exactly(exact)(*in_float32(operands)))
+        kernel = list(jax.jit(functools.partial(kernel, dtype=dtype))(*operands))
+        if keys.dtype == dtype:
+            exact = list(dispatch.exactly(exact)(*in_float32(operands)))
+        else:  # e4m3 rounds by more than the check allows
+            exact = list(jax.jit(functools.partial(exact, dtype=dtype))(*operands))
         live = rows[:, None, None] >= 0
         return [jnp.where(live, kernel[0], 0), *kernel[1:]], [jnp.where(live, exact[0], 0), *exact[1:]]
 
     def first_use():
-        call = f"{dtype}, head dim {dim}, {options}, {table is not None}, {norms is not None}"
+        call = f"{dtype}, {keys.dtype} cache, head dim {dim}, {options}, {table is not None}, {norms is not None}"
         return dispatch.first_use("placed", "triton", call, compare)
 
-    implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys), first_use, implementation)
-    return IMPLEMENTATIONS[implementation_name].placed(partial_sums, keys, values, positions, table, norms, **options)
+    implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys, dtype), first_use, implementation)
+    run = IMPLEMENTATIONS[implementation_name].placed
+    return run(partial_sums, keys, values, positions, table, norms, dtype, **options)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch, ordered
-from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.attention import decode_attention
 from jaxtune.pallas.decode.attention import reference as attention_reference
 from jaxtune.pallas.decode.attention.splits import log2_sinks
@@ -44,6 +44,7 @@ def attended(
     table: tuple[jax.Array, jax.Array] | None = None,
     norms: tuple[jax.Array, jax.Array] | None = None,
     *,
+    dtype=None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -57,14 +58,16 @@ def attended(
     """Norms and rotates queries and keys of one new token in each of N sequences, writes its keys and values into the
     caches, and attends to them. Not differentiable.
 
-    Returns (attention [N, heads, D] in the caches' dtype, 0 for a row at a negative position; keys; values). Caches
+    Returns (attention [N, heads, D] in `dtype`, 0 for a row at a negative position; keys; values). Caches
     change in place as in `placed`. With the kernel, a row's result has the same bits in any slot, and with
     batch_invariant in any batch.
 
       batch_invariant: False: the kernel may sum keys in other tiles, by several programs if N is small, or in Gluon if
         it is large.
-      implementation: "triton" (one kernel; 16-bit caches of at most 1,024 keys, or 3,072 in Gluon with a large N; D of
-        64, 128, 256 or 512), "apart" (`placed` and decode_attention), or None: the first that supports the call.
+      dtype: in which everything is rounded before it is cached; None: the caches'.
+      implementation: "triton" (one kernel; caches of 16 bits, or of float8_e4m3fn from compute capability 8.9, of at
+        most 1,024 keys, or 3,072 with a large N, 16 bits in Gluon then; D of 64, 128, 256 or 512), "apart" (`placed`
+        and decode_attention), or None: the first that supports the call.
       partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
       keys, values: caches [N, kv_heads, capacity, D], rings. positions: int32[N]; negative: no token.
       table: (cos, sin) float32[N, D / 2], or None: no rotation. norms: two weights [D], or None: no norms.
@@ -74,7 +77,7 @@ def attended(
     """
     check = Arguments("attended")
     check.array("partial_sums", partial_sums, "splits N width", FLOATS)
-    check.array("keys", keys, "N kv_heads capacity D", FLOATS)
+    check.array("keys", keys, "N kv_heads capacity D", CACHES)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
@@ -84,40 +87,42 @@ def attended(
     positions = jnp.asarray(positions, jnp.int32)
     rounding = dict(eps=eps, offset=offset, float32=float32)
     masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    reason = refusal(partial_sums, keys, batch_invariant)
+    dtype = jnp.dtype(dtype or keys.dtype)
+    reason = refusal(partial_sums, keys, batch_invariant, dtype)
     if reason is not None and implementation is None:
         implementation = "apart"  # whose two parts say why they have no kernel, if they have none
 
     def first_use():
         tile = _tile(partial_sums, keys, batch_invariant)
-        return _first_use(partial_sums, keys, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile))
+        return _first_use(
+            partial_sums, keys, dtype, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile)
+        )
 
     reasons = {"triton": lambda: reason or first_use()}
     implementation_name = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
     if implementation_name == "triton":
         tile = _tile(partial_sums, keys, batch_invariant)
         how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
-        return _by_kernel(partial_sums, keys, values, positions, table, norms, **how)
-    query, keys, values = placed(
-        partial_sums, keys, values, positions, table, norms, eps=eps, offset=offset, float32=float32
-    )
+        return _by_kernel(partial_sums, keys, values, positions, table, norms, dtype, **how)
+    query, keys, values = placed(partial_sums, keys, values, positions, table, norms, dtype=dtype, **rounding)
     out = decode_attention(
         query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
     )
     return out, keys, values
 
 
-def refusal(partial_sums, keys, batch_invariant: bool) -> str | None:
+def refusal(partial_sums, keys, batch_invariant: bool, dtype=None) -> str | None:
     """Why the kernels of `attended` do not support a call on this GPU, or None.
 
     partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys: the cache [N, kv_heads, capacity, D].
-    batch_invariant: True: single warps (attended_gluon.py) are not considered.
+    batch_invariant: True: single warps (attended_gluon.py) are not considered. dtype: as of `attended`.
     """
-    reason = "sums in one order" if ordered.is_exact() else placed_refusal(keys)
+    reason = "sums in one order" if ordered.is_exact() else placed_refusal(keys, dtype)
     if reason is not None:
         return reason
     kv_heads, capacity, dim = keys.shape[1:]
-    if capacity > WHOLE and not _by_single_warps(partial_sums, keys, batch_invariant):
+    long_rows = _in_fp8(keys) and len(keys) * kv_heads > 2 * _MULTIPROCESSORS and capacity <= _MANY_CAPACITY
+    if capacity > WHOLE and not (long_rows or _by_single_warps(partial_sums, keys, batch_invariant)):
         return f"a cache of {capacity} keys; up to {WHOLE}"
     if dim not in WHOLE_TILES:
         return f"head dim {dim}; {', '.join(map(str, WHOLE_TILES))}"
@@ -146,13 +151,17 @@ def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
 
 def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
     rows, kv_heads, capacity, dim = keys.shape
-    if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
+    if batch_invariant or dim != _MANY_DIM or _in_fp8(keys) or dispatch.compute_capability() != (9, 0):
         return False
     programs = rows * kv_heads
     longest = _MANY_CAPACITY if programs > 2 * _MULTIPROCESSORS else WHOLE
     group = partial_sums.shape[2] // dim // kv_heads - 2
     supported = group <= _MANY_GROUP and capacity <= longest and not capacity % _MANY_TILE.step
     return supported and programs > _MULTIPROCESSORS and _has_gluon()
+
+
+def _in_fp8(keys) -> bool:
+    return keys.dtype == jnp.float8_e4m3fn
 
 
 def _has_gluon() -> bool:
@@ -175,19 +184,21 @@ def _shares(keys, tile: Tile) -> int:
 
 
 def _first_use(
-    partial_sums, keys, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int
+    partial_sums, keys, dtype, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int
 ) -> str | None:
     """The case has rows without a token, rows that end within and at the end of a tile, and rows longer than the cache;
     each program that shares a head has four tiles, more than it reads ahead; a window begins within a tile.
     """
-    dim, dtype, kv_heads = keys.shape[3], keys.dtype, keys.shape[1]
+    dim, kv_heads = keys.shape[3], keys.shape[1]
     group = partial_sums.shape[2] // dim // kv_heads - 2
+
+    of_query = dtype if _in_fp8(keys) else None  # e4m3 rounds by more than the check allows
 
     def compare():
         capacity = max(128, 4 * shares * tile.step)
         rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
         count = len(rows)
-        caches = [normal_array(i, count, 2, capacity, dim, dtype=dtype) for i in (1, 2)]
+        caches = [normal_array(i, count, 2, capacity, dim, dtype=keys.dtype) for i in (1, 2)]
         angles = normal_array(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
@@ -196,24 +207,39 @@ def _first_use(
         masking["sinks"] = jnp.linspace(-1, 1, 2 * group)
 
         def reference_run(partial_sums, keys, values, positions, table, norms):
-            query, keys, values = reference.placed(partial_sums, keys, values, positions, table, norms, **rounding)
+            query, keys, values = reference.placed(
+                partial_sums, keys, values, positions, table, norms, of_query, **rounding
+            )
             return attention_reference.decode(query, keys, values, positions + 1, **masking), keys, values
 
         how: dict = dict(tile=tile, shares=shares, rounding=rounding, masking=masking)
-        kernel_results = jax.jit(functools.partial(_by_kernel, **how))(*operands)
-        return each_row(*kernel_results), each_row(*dispatch.exactly(reference_run)(*in_float32(operands)))
+        kernel_results = jax.jit(functools.partial(_by_kernel, dtype=dtype, **how))(*operands)
+        if of_query is None:
+            operands = in_float32(operands)
+        return each_row(*kernel_results), each_row(*dispatch.exactly(reference_run)(*operands))
 
     def each_row(out, keys, values):
         """Each row of many keys stands alone, because its numbers are small."""
         return [out[:2], *out[2:], keys, values]
 
-    call = f"{dtype}, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}, {table is not None}"
-    call += f", {norms is not None}, {window is not None}, {soft_cap is not None}"
+    call = f"{dtype}, {keys.dtype} cache, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}"
+    call += f", {table is not None}, {norms is not None}, {window is not None}, {soft_cap is not None}"
     return dispatch.first_use("attended", "triton", call, compare)
 
 
 def _by_kernel(
-    partial_sums, keys, values, positions, table, norms, *, tile: Tile, shares: int, rounding: dict, masking: dict
+    partial_sums,
+    keys,
+    values,
+    positions,
+    table,
+    norms,
+    dtype,
+    *,
+    tile: Tile,
+    shares: int,
+    rounding: dict,
+    masking: dict,
 ):
     """rounding: eps, offset, float32. masking: scale, window, soft_cap, sinks."""
     splits, count, width = partial_sums.shape
@@ -228,7 +254,7 @@ def _by_kernel(
     # No sinks are no array, which XLA would fill in each step.
     sinks = () if masking["sinks"] is None else (log2_sinks(masking["sinks"], heads),)
     before = partial_sums, *weights, rotations, positions, *sinks
-    results = [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
+    results = [jax.ShapeDtypeStruct((count, heads, dim), dtype)]
     results += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
     constants: dict = {} if sinks else {"sinks": None}
     if tile == _MANY_TILE:

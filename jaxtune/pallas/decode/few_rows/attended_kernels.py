@@ -20,6 +20,15 @@ def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 
 @triton.jit
+def _operand(query, MULTIPLIED: tl.constexpr):
+    """A query's numbers as products read them; float16 has no larger ones."""
+    if query.dtype == MULTIPLIED:
+        return query
+    else:
+        return tl.clamp(query.to(tl.float32), -65504.0, 65504.0).to(MULTIPLIED)
+
+
+@triton.jit
 def _own_parts(
     partial_sums,
     q_weight,
@@ -49,13 +58,14 @@ def _own_parts(
     CAP: tl.constexpr,
     GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
     SHARES: tl.constexpr,
 ):
     """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
     caches.
 
-    Returns its queries' halves in DTYPE, and top, total and acc of its own key and the sink. Of several programs of a
-    head only the first (share 0) writes, and attends to these two.
+    Returns its queries' halves in MULTIPLIED, and top, total and acc of its own key and the sink. Of several programs
+    of a head only the first (share 0) writes, and attends to these two.
 
       later: 0 that the compiler does not know (attended_kernel).
       position, newest: of the new token, and its index in the cache.
@@ -94,13 +104,14 @@ def _own_parts(
     k_low, k_high = _normed_and_rotated(
         k_low, k_high, inverse, k_norm, k_rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE
     )
-    q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
-    k_low, k_high = k_low.to(DTYPE), k_high.to(DTYPE)
+    q_low, q_high = _operand(q_low.to(DTYPE), MULTIPLIED), _operand(q_high.to(DTYPE), MULTIPLIED)
+    STORED: tl.constexpr = keys.dtype.element_ty
+    k_low, k_high, value = k_low.to(DTYPE).to(STORED), k_high.to(DTYPE).to(STORED), value.to(DTYPE).to(STORED)
     if (position >= 0) & (share == 0):
         cache_offset = ((row * KV_HEADS + head).to(tl.int64) * CAPACITY + newest) * DIM
         tl.store(keys + cache_offset + half, k_low)
         tl.store(keys + cache_offset + HALF + half, k_high)
-        tl.store(values + cache_offset + columns, value.to(DTYPE))
+        tl.store(values + cache_offset + columns, value)
 
     score = tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)[None, :], 1)
     score += tl.sum(q_high.to(tl.float32) * k_high.to(tl.float32)[None, :], 1)
@@ -108,7 +119,7 @@ def _own_parts(
     top = tl.maximum(score, sink)
     weight = tl.where(position >= 0, tl.exp2(score - top), 0.0)
     total = weight + tl.where(sink > _MASKED, tl.exp2(sink - top), 0.0)
-    acc = weight.to(DTYPE).to(tl.float32)[:, None] * value[None, :]
+    acc = weight.to(MULTIPLIED).to(tl.float32)[:, None] * value.to(tl.float32)[None, :]
     if SHARES > 1:
         top, total = tl.where(share == 0, top, _MASKED), tl.where(share == 0, total, 0.0)
         acc = tl.where(share == 0, acc, 0.0)
@@ -213,6 +224,8 @@ def attended_kernel(
       GROUP: query heads of a key/value head as a power of two of at least 16.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
+    # One instruction converts e4m3 to float16, several to bfloat16.
+    MULTIPLIED: tl.constexpr = tl.float16 if keys.dtype.element_ty == tl.float8e4nv else DTYPE
     OWN: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
     head, row = tl.program_id(0), tl.program_id(1)
@@ -236,7 +249,7 @@ def attended_kernel(
     if WITHIN:
         top, total = tl.full([GROUP], 0.0, tl.float32), tl.full([GROUP], 0.0, tl.float32)
         acc = tl.full([GROUP, DIM], 0.0, tl.float32)
-        q_low, q_high = tl.full([GROUP, HALF], 0.0, DTYPE), tl.full([GROUP, HALF], 0.0, DTYPE)
+        q_low, q_high = tl.full([GROUP, HALF], 0.0, MULTIPLIED), tl.full([GROUP, HALF], 0.0, MULTIPLIED)
     else:
         q_low, q_high, top, total, acc = _own_parts(
             partial_sums,
@@ -267,6 +280,7 @@ def attended_kernel(
             CAP,
             GROUP,
             DTYPE,
+            MULTIPLIED,
             SHARES,
         )
     # 0 in the first iteration. The addresses of own parts depend on it, so that the compiler does not compute them
@@ -278,12 +292,12 @@ def attended_kernel(
                 q_low, q_high, top, total, acc = _own_parts(
                     partial_sums, q_weight, k_weight, rotations, sinks, keys, values, row + later, later, head, share,
                     position, newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET,
-                    FLOAT32, SCALE, CAP, GROUP, DTYPE, SHARES,
+                    FLOAT32, SCALE, CAP, GROUP, DTYPE, MULTIPLIED, SHARES,
                 )  # fmt: skip
         tokens = begin + tl.arange(0, STEP)
         lines, written = cache + tokens[:, None] * DIM, (tokens < end)[:, None]
-        low = tl.load(keys + lines + half[None, :], mask=written, other=0.0)
-        high = tl.load(keys + lines + HALF + half[None, :], mask=written, other=0.0)
+        low = tl.load(keys + lines + half[None, :], mask=written, other=0.0).to(MULTIPLIED)
+        high = tl.load(keys + lines + HALF + half[None, :], mask=written, other=0.0).to(MULTIPLIED)
         scores = tl.dot(q_high, tl.trans(high), tl.dot(q_low, tl.trans(low)))
         age = newest - tokens
         age = tl.where(age < 0, age + CAPACITY, age)
@@ -295,8 +309,8 @@ def attended_kernel(
         fade = tl.exp2(top - new_top)
         weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
         total = total * fade + tl.sum(weights, 1)
-        value = tl.load(values + lines + columns[None, :], mask=written, other=0.0)
-        acc = tl.dot(weights.to(DTYPE), value, acc * fade[:, None])
+        value = tl.load(values + lines + columns[None, :], mask=written, other=0.0).to(MULTIPLIED)
+        acc = tl.dot(weights.to(MULTIPLIED), value, acc * fade[:, None])
         top = new_top
         later = 16  # a multiple of a vector's numbers, by which the compiler knows that loads are aligned
     last = True

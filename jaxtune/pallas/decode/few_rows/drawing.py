@@ -15,6 +15,7 @@ from jaxtune.pallas.decode.few_rows.cases import normal_array
 
 _BLOCK = 256  # tokens whose probabilities are added up before a draw looks for the block that it falls into
 _CHUNK = 4096  # tokens that a program of the first kernel reads
+_LEAST = -1e30  # of a logit that a mask allows: finite also after its division by a small temperature
 
 
 def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
@@ -51,12 +52,22 @@ def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> ja
     return jnp.where(possible, (block * _BLOCK + offset)[:, 0], likeliest).astype(jnp.int32)
 
 
+def masked(scores: jax.Array, masks: jax.Array) -> jax.Array:
+    """The scores [N, V] of tokens whose bits in `masks`, uint32[N, words of 32], are 1; -inf of others. What a mask
+    allows alone is taken though its score is -inf.
+    """
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    allowed = bits.reshape(len(scores), -1)[:, : scores.shape[1]] > 0
+    return jnp.where(allowed, jnp.maximum(scores, _LEAST), -jnp.inf)
+
+
 def chosen_token(
     logits: jax.Array,
     vocab_size: int,
     temperature: jax.Array,
     logprob_temperature: jax.Array,
     uniform: jax.Array | None,
+    masks: jax.Array | None = None,
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -67,6 +78,7 @@ def chosen_token(
       logits: [N, V or more]; columns from vocab_size on are padding.
       temperature, logprob_temperature: float32[N], divide logits before the draw, and before the log-probability.
       uniform: float32[N] from 0 to 1, decides the draw; negative or None: the most likely token, the first of several.
+      masks: uint32[N, words], tokens that may be chosen, by bits; log-probabilities are among all. None: all may.
       implementation: "triton", "reference", or None: the first that supports the call.
     """
     check = Arguments("chosen_token")
@@ -76,6 +88,8 @@ def chosen_token(
     check.array("logprob_temperature", logprob_temperature, "N", ("float32",))
     if uniform is not None:
         check.array("uniform", uniform, "N", ("float32",))
+    if masks is not None:
+        check.array("masks", masks, f"N {-(-vocab_size // 32)}", ("uint32",))
 
     def compare():
         rows, size = 5, 9000
@@ -84,6 +98,8 @@ def chosen_token(
         case = normal_array(0, rows, size + 8, dtype=logits.dtype), size, temperatures, jnp.ones(rows), numbers
         if uniform is None:
             case = *case[:4], None
+        if masks is not None:
+            case = *case, jax.random.bits(jax.random.key(1), (rows, -(-size // 32)), "uint32")
         kernel, exact = (
             jax.jit(lambda logits, function=function: function(logits, *case[1:]))
             for function in (_by_kernels, reference_chosen_token)
@@ -91,49 +107,51 @@ def chosen_token(
         return list(kernel(case[0])), list(exact(case[0]))
 
     def reason():
-        call = f"{logits.dtype}, {uniform is not None}"
+        call = f"{logits.dtype}, {uniform is not None}" + (", masks" if masks is not None else "")
         return compat.triton_refusal() or dispatch.first_use("chosen_token", "triton", call, compare)
 
     table = {"triton": reason, "reference": lambda: None}
     implementation_name = dispatch.choose("chosen_token", table, implementation)
     run = _by_kernels if implementation_name == "triton" else reference_chosen_token
-    token, logprob, peak, total = run(logits, vocab_size, temperature, logprob_temperature, uniform)
+    token, logprob, peak, total = run(logits, vocab_size, temperature, logprob_temperature, uniform, masks)
     return token, logprob, peak, total
 
 
-def reference_chosen_token(logits, vocab_size: int, temperature, logprob_temperature, uniform):
+def reference_chosen_token(logits, vocab_size: int, temperature, logprob_temperature, uniform, masks=None):
     """chosen_token in plain JAX, which defines it: (tokens, log-probabilities, largest logits, log sums), [N] each.
 
     logits: [N, vocab_size or more]. temperature, logprob_temperature: float32[N], above 0.
     uniform: float32[N] from 0 to 1; negative or None: the most likely token.
     """
     logits = logits[:, :vocab_size].astype(jnp.float32)
-    token = likeliest = logits.argmax(-1).astype(jnp.int32)
+    scores = logits if masks is None else masked(logits, masks)
+    token = likeliest = scores.argmax(-1).astype(jnp.int32)
     if uniform is not None:
-        token = looked_up(logits / temperature[:, None], likeliest, jnp.maximum(uniform, 0.0))
+        token = looked_up(scores / temperature[:, None], likeliest, jnp.maximum(uniform, 0.0))
         token = jnp.where(uniform >= 0, token, likeliest)
-    peak, token_logit = (jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0] for column in (likeliest, token))
+    peak, token_logit = logits.max(-1), jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     if ordered.is_exact():
-        scores = ordered.divided(logits, logprob_temperature[:, None])
-        _, total = ordered.normaliser(scores)
+        _, total = ordered.normaliser(ordered.divided(logits, logprob_temperature[:, None]))
         return token, ordered.log_probability(logits, token, logprob_temperature), peak, total
     total = jnp.log(block_sums(logits / logprob_temperature[:, None], peak / logprob_temperature).sum(-1))
     return token, (token_logit - peak) / logprob_temperature - total, peak, total
 
 
-def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform) -> Sequence[jax.Array]:
+def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform, masks=None) -> Sequence[jax.Array]:
     """`chosen_token` by two kernels: one reads the logits in chunks, one takes each row's token from their results."""
     from jaxtune.pallas.decode.few_rows import drawing_kernels
 
     count, width = logits.shape
     chunks, blocks_a_chunk = -(-vocab_size // _CHUNK), _CHUNK // _BLOCK
-    draws = int(uniform is not None)
+    draws, is_masked = int(uniform is not None), int(masks is not None)
+    words = masks if is_masked else temperature  # a pointer that is not read
     shape = jax.ShapeDtypeStruct((count, chunks), jnp.float32)
     blocks = jax.ShapeDtypeStruct((count, chunks * blocks_a_chunk if draws else 1), jnp.float32)
-    tops, top_tokens, sums, blocks = compat.triton_graph_call(
+    peaks = shape if is_masked else jax.ShapeDtypeStruct((count, 1), jnp.float32)
+    tops, top_tokens, sums, blocks, peaks = compat.triton_graph_call(
         drawing_kernels.chunk_kernel,
-        (logits, temperature, logprob_temperature),
-        [shape, jax.ShapeDtypeStruct(shape.shape, jnp.int32), shape, blocks],
+        (logits, temperature, logprob_temperature, words),
+        [shape, jax.ShapeDtypeStruct(shape.shape, jnp.int32), shape, blocks, peaks],
         (chunks, count),
         warps=4,
         stages=1,
@@ -143,11 +161,16 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
         CHUNKS=chunks,
         BLOCK=_BLOCK,
         DRAWS=draws,
+        MASKED=is_masked,
+        LEAST=_LEAST,
     )
     numbers = jax.ShapeDtypeStruct((count,), jnp.float32)
     return compat.triton_graph_call(
         drawing_kernels.token_kernel,
-        (logits, temperature, logprob_temperature, uniform if draws else temperature, tops, top_tokens, sums, blocks),
+        (
+            *(logits, temperature, logprob_temperature, uniform if draws else temperature, words),
+            *(tops, top_tokens, sums, blocks, peaks),
+        ),
         [jax.ShapeDtypeStruct((count,), jnp.int32), numbers, numbers, numbers],
         (count,),
         warps=4,
@@ -160,4 +183,6 @@ def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, unifo
         CHUNKS=chunks,
         BLOCK=_BLOCK,
         DRAWS=draws,
+        MASKED=is_masked,
+        LEAST=_LEAST,
     )

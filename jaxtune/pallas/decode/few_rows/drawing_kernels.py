@@ -10,27 +10,40 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _masked(numbers, masks, row, tokens, VOCAB: tl.constexpr, LEAST: tl.constexpr):
+    """The logits of tokens that the row's mask allows, at least LEAST; -inf of others."""
+    words = tl.load(masks + row.to(tl.int64) * ((VOCAB + 31) // 32) + tokens // 32, mask=tokens < VOCAB, other=0)
+    return tl.where((words >> (tokens % 32).to(tl.uint32)) & 1 > 0, tl.maximum(numbers, LEAST), float("-inf"))
+
+
+@triton.jit
 def chunk_kernel(
     logits,
     temperature,
     logprob_temperature,
+    masks,
     tops,
     top_tokens,
     sums,
     blocks,
+    peaks,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     DRAWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     """Reads one chunk of a row's logits. Grid: (CHUNKS, rows).
 
     logits: [rows, STRIDE], the first VOCAB of a row being the vocabulary's.
-    tops, top_tokens: [rows, CHUNKS], the chunk's largest logit, and the first token that has it.
-    sums: float32[rows, CHUNKS], of exp((logit - top) / logprob_temperature).
-    blocks: float32[rows, CHUNKS * CHUNK / BLOCK], the same of each block with temperature, if DRAWS.
+    masks: uint32[rows, words], a bit of each token that may be chosen, if MASKED.
+    tops, top_tokens: [rows, CHUNKS], the chunk's largest logit that may be chosen, and the first token that has it.
+    peaks, sums: float32[rows, CHUNKS], the chunk's largest logit, written if MASKED, and the sum of
+      exp((logit - peak) / logprob_temperature).
+    blocks: float32[rows, CHUNKS * CHUNK / BLOCK], sums of exp((logit - top) / temperature), if DRAWS.
     temperature, logprob_temperature: float32[rows]; `temperature` is read only if DRAWS.
     CHUNKS, CHUNK, BLOCK: chunks of a row; tokens of a chunk and of a block, which divides it.
     """
@@ -39,15 +52,22 @@ def chunk_kernel(
     chunk_logits = tl.load(logits + row.to(tl.int64) * STRIDE + tokens, mask=tokens < VOCAB, other=float("-inf"))
     chunk_logits = chunk_logits.to(tl.float32)
     top = tl.max(chunk_logits, 0)
-    top_token = tl.min(tl.where(chunk_logits == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
-    least = tl.where(top == float("-inf"), 0.0, top)
     cell = row * CHUNKS + chunk
-    tl.store(tops + cell, top)
-    tl.store(top_tokens + cell, top_token)
     # Instructions decide here beside memory: a division for each number would cost as much as all else.
     logprob_temp = tl.load(logprob_temperature + row)
+    if MASKED:
+        least = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(peaks + cell, top)
+        tl.store(sums + cell, tl.sum(tl.exp2((chunk_logits - least) * (_LOG2E / logprob_temp)), 0))
+        chunk_logits = _masked(chunk_logits, masks, row, tokens, VOCAB, LEAST)
+        top = tl.max(chunk_logits, 0)
+    top_token = tl.min(tl.where(chunk_logits == top, tokens, VOCAB - 1), 0)  # a token even where all numbers are NaN
+    least = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(tops + cell, top)
+    tl.store(top_tokens + cell, top_token)
     weights = tl.exp2((chunk_logits - least) * (_LOG2E / logprob_temp))
-    tl.store(sums + cell, tl.sum(weights, 0))
+    if not MASKED:
+        tl.store(sums + cell, tl.sum(weights, 0))
     if DRAWS:
         count: tl.constexpr = CHUNK // BLOCK
         temp = tl.load(temperature + row)
@@ -62,10 +82,12 @@ def token_kernel(
     temperature,
     logprob_temperature,
     uniform,
+    masks,
     tops,
     top_tokens,
     sums,
     blocks,
+    peaks,
     token,
     logprob,
     peak,
@@ -78,6 +100,8 @@ def token_kernel(
     BLOCKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     DRAWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     """A row's token, its log-probability, the largest logit, and the logarithm of the sum of exp((logit - peak) /
     logprob_temperature). Grid: (rows,).
@@ -86,7 +110,8 @@ def token_kernel(
       CHUNKS_PADDED, BLOCKS_PADDED: CHUNKS and BLOCKS, all of a row, as powers of two.
       logits: [rows, STRIDE], the first VOCAB of a row being the vocabulary's.
       temperature, logprob_temperature: float32[rows].
-      tops, top_tokens, sums, blocks: from chunk_kernel, whose CHUNKS and BLOCK are these; BLOCKS: blocks of a row.
+      masks: as chunk_kernel's.
+      tops, top_tokens, sums, blocks, peaks: from chunk_kernel, whose CHUNKS and BLOCK these are. BLOCKS: of a row.
       token, logprob, peak, total: the four results, [rows]: int32, float32.
     """
     row = tl.program_id(0)
@@ -97,8 +122,11 @@ def token_kernel(
     top, chunk = tl.max(highs, 0, return_indices=True)
     likeliest = tl.minimum(tl.load(top_tokens + row * CHUNKS + chunk), VOCAB - 1)
     logprob_temp = tl.load(logprob_temperature + row)
+    if MASKED:
+        highs = tl.load(peaks + row * CHUNKS + chunks, mask=real, other=float("-inf"))
+    peak_of_row = tl.max(highs, 0)
     total_weight = tl.sum(
-        tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - top) / logprob_temp), 0
+        tl.load(sums + row * CHUNKS + chunks, mask=real, other=0.0) * tl.exp((highs - peak_of_row) / logprob_temp), 0
     )
     next_token = likeliest
     if DRAWS:
@@ -117,6 +145,8 @@ def token_kernel(
             before = tl.sum(tl.where(numbers == block - 1, cumulative, 0.0), 0)
             tokens = block * BLOCK + tl.arange(0, BLOCK)
             block_logits = tl.load(logits + line + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
+            if MASKED:
+                block_logits = _masked(block_logits, masks, row, tokens, VOCAB, LEAST)
             weights = tl.exp((block_logits - top) / temp)
             offset = tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
             offset = tl.minimum(offset, BLOCK - 1)
@@ -124,8 +154,7 @@ def token_kernel(
             possible = tl.sum(tl.where(tl.arange(0, BLOCK) == offset, weights, 0.0), 0) > 0.0
             next_token = tl.where(possible, block * BLOCK + offset, likeliest)
     tl.store(token + row, next_token)
-    tl.store(
-        logprob + row, (tl.load(logits + line + next_token).to(tl.float32) - top) / logprob_temp - tl.log(total_weight)
-    )
-    tl.store(peak + row, top)
+    logit = tl.load(logits + line + next_token).to(tl.float32)
+    tl.store(logprob + row, (logit - peak_of_row) / logprob_temp - tl.log(total_weight))
+    tl.store(peak + row, peak_of_row)
     tl.store(total + row, tl.log(total_weight))

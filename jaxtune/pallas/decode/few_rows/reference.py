@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import ordered
-from jaxtune.pallas.decode.attention.cache import written
+from jaxtune.pallas.decode.attention.cache import as_cached, written
 from jaxtune.pallas.gated import ACTIVATIONS, activated
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import quant_matmul
+from jaxtune.pallas.quant_matmul.fp8_few import Coded
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -102,26 +103,28 @@ def _sum(partial_sums, dtype):
     return total.astype(dtype)
 
 
-def added_norm(x, partial_sums, weight, *, eps, offset, float32):
-    """As api.added_norm: (x plus the sum, its norm).
+def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
+    """As api.added_norm: (x plus the sum, its norm), or with `blocks` as api.added_norm_coded.
 
     x: [N, hidden]. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
     eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     added = x + _sum(partial_sums, x.dtype)
-    return added, normed(added, weight, eps, offset, float32)
+    out = normed(added, weight, eps, offset, float32)
+    return (added, out) if blocks is None else (added, out, Coded.of(out, blocks))
 
 
-def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
+def placed(partial_sums, keys, values, positions, table, norms, dtype=None, *, eps, offset, float32):
     """As api.placed: (query [N, heads, D], keys, values).
 
     partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys, values: caches [N, kv_heads, capacity, D].
     positions: int32[N]; negative: nothing is written. table: (cos, sin) float32[N, D / 2], or None.
     norms: weights [D] of query's and key's norms, or None. eps, offset, float32: of these norms.
+    dtype: of the query; None: the caches'.
     """
     kv_heads, dim, rows = keys.shape[1], keys.shape[3], partial_sums.shape[1]
     heads = partial_sums.shape[2] // dim - 2 * kv_heads
-    projected = _sum(partial_sums, keys.dtype).reshape(rows, -1, dim)
+    projected = _sum(partial_sums, dtype or keys.dtype).reshape(rows, -1, dim)
     query, key, value = jnp.split(projected, (heads, heads + kv_heads), axis=1)
     if norms is not None:
         query, key = (
@@ -135,4 +138,5 @@ def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, 
             return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(array.dtype)
 
         query, key = rotated(query), rotated(key)
+    key, value = as_cached(key, keys.dtype), as_cached(value, values.dtype)
     return query, written(keys, key, positions), written(values, value, positions)

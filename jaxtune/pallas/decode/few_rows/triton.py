@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.quant_matmul.fp8_few import BLOCK, Coded, coded_types
 
 # The most rows of x that a product may have: with more it is bound by multiplications, and XLA's is the right choice.
 MOST_ROWS = 128
@@ -333,19 +334,19 @@ def added_norm_refusal(x) -> str | None:
     return None if x.shape[1] <= 16384 else f"{x.shape[1]} numbers; up to 16,384"
 
 
-def added_norm(x, partial_sums, weight, *, eps, offset, float32):
-    """As api.added_norm: (x plus the sum, its norm).
+def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
+    """As api.added_norm, or with `blocks` api.added_norm_coded.
 
     x: [N, hidden] of 16 bits. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
     eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
-    count, size = x.shape
-    added, normed = compat.triton_graph_call(
+    (count, size), rounds = x.shape, blocks is not None
+    results = compat.triton_graph_call(
         triton_kernels.added_norm_kernel,
         (x, partial_sums, weight),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
+        [*[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2, *(coded_types(count, size, bool(blocks)) if rounds else ())],
         (count,),
         warps=8 if size > 2048 else 4,
         stages=1,
@@ -356,29 +357,38 @@ def added_norm(x, partial_sums, weight, *, eps, offset, float32):
         EPS=float(eps),
         OFFSET=float(offset),
         FLOAT32=int(float32),
+        ROUNDS=int(rounds),
+        BLOCK=BLOCK if blocks else 0,
+        **({} if rounds else {"codes": None, "scales": None}),
     )
-    return added, normed
+    added, normed, *coded = results
+    return (added, normed, Coded(*coded)) if rounds else (added, normed)
 
 
-def placed_refusal(keys) -> str | None:
-    """Why the kernel of `placed` does not support a call, or None."""
+def placed_refusal(keys, dtype=None) -> str | None:
+    """Why the kernel of `placed` does not support a call, or None. dtype: of the query; None: the caches'."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if keys.dtype not in _DTYPES:
-        return f"a cache of {keys.dtype}"
+    in_fp8, capability = keys.dtype == jnp.float8_e4m3fn, dispatch.compute_capability()
+    if (dtype or keys.dtype) not in _DTYPES or not (in_fp8 or keys.dtype in _DTYPES):
+        return f"a cache of {keys.dtype}, queries in {dtype or keys.dtype}"
+    if in_fp8 and (capability is None or capability < (8, 9)):
+        return "a cache in FP8 needs compute capability 8.9"
     dim = keys.shape[3]
     if dim & (dim - 1) or not 32 <= dim <= 512:
         return f"head dim {dim}; powers of two from 32 to 512"
     return None
 
 
-def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, float32):
+def placed(partial_sums, keys, values, positions, table, norms, dtype=None, *, eps, offset, float32):
     """As api.placed: (query [N, heads, D], keys, values).
 
-    partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys, values: caches [N, kv_heads, capacity, D] of 16 bits.
+    partial_sums: [splits, N, (heads + 2 kv_heads) D].
+    keys, values: caches [N, kv_heads, capacity, D] of 16 bits, or e4m3.
     positions: int32[N]; negative: nothing is written. table: (cos, sin) float32[N, D / 2], or None.
     norms: weights [D] of query's and key's norms, or None. eps, offset, float32: of these norms.
+    dtype: of the query; None: the caches'.
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
@@ -390,7 +400,7 @@ def placed(partial_sums, keys, values, positions, table, norms, *, eps, offset, 
     query, keys, values = compat.triton_graph_call(
         triton_kernels.placed_kernel,
         (partial_sums, *weights, cos, sin, positions, keys, values),
-        [jax.ShapeDtypeStruct((count, heads, dim), keys.dtype)]
+        [jax.ShapeDtypeStruct((count, heads, dim), dtype or keys.dtype)]
         + [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)],
         (heads + 2 * kv_heads, count),
         warps=1,

@@ -5,6 +5,8 @@ compute dtype for one split; its reader adds the splits in ascending order and r
 import triton
 import triton.language as tl
 
+from jaxtune.pallas.triton_parts import rounded_row
+
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
@@ -258,6 +260,8 @@ def added_norm_kernel(
     weight,
     added,
     normed,
+    codes,
+    scales,
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -265,9 +269,13 @@ def added_norm_kernel(
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """added = x + the sum of partial_sums, which is rounded first; normed = the RMS norm of added as rounded. Grid:
     (COUNT,).
+
+    ROUNDS: normed in e4m3 too, as triton_parts.rounded_row writes it: codes, scales, BLOCK; else these are None.
 
       x, added, normed: [COUNT, SIZE]. partial_sums: [SPLITS, COUNT, SIZE]. weight: [SIZE], the norm's.
       WIDTH: SIZE as a power of two. EPS: added to the mean square.
@@ -287,6 +295,8 @@ def added_norm_kernel(
     stream = stream * tl.rsqrt(tl.sum(stream * stream) / SIZE + EPS)
     stream = _times_weight(stream, factors, OFFSET, FLOAT32, DTYPE)
     tl.store(normed + offsets, stream.to(DTYPE), mask=real)
+    if ROUNDS:
+        rounded_row(stream, codes, scales, row, COUNT, SIZE, WIDTH, BLOCK)
 
 
 @triton.jit
