@@ -1,11 +1,13 @@
 """Where training forward, prefill and decoding give other bits on a GPU, and what decoding takes.
 
-    python benchmarks/exact.py --output FILE.json [--layers 4] [--rows 64]
+    python benchmarks/exact.py --output FILE.json [--layers 4] [--rows 64] [--parts operations pieces attention | again]
 
 An 8B's shape with fewer layers, bf16, an adapter of rank 16 on every linear; 64 rows of 200 + 256 tokens.
 
     attention    shares of equal bits of attention's implementations in training and in decoding
+    pieces       of each operation that adds up, the share of bits that kernels for few and for many rows have in common
     sampling     tokens/s of the sampler and how far its log-probabilities are from the training forward's
+    again        sampling and operations with `deterministic`, then with one sum a product and Triton's attention
     operations   every operation on the same numbers (models/generation/differences.py): how many results, how many
                  have other bits, the largest difference
 """
@@ -58,6 +60,7 @@ def model_of(layers: int, small: bool) -> Any:
         shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = jaxtune.get_peft_model(random_model(shape, jax.random.key(0)), r=16)
     for place, (_, linear) in enumerate(matrices(model)):
+        assert linear.lora is not None
         b = linear.lora.b
         b.set_value(0.02 * jax.random.normal(jax.random.key(place), b.shape, jnp.float32))
     return model
@@ -89,7 +92,7 @@ def attention_bits(rows: int) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
-    from jaxtune.pallas.attention import attention_forward, mosaic, packed_layout, triton
+    from jaxtune.pallas.attention import attention_forward, packed_layout, triton
     from jaxtune.pallas.decode.attention import cache_of, decode_attention, ordered
     from jaxtune.pallas.decode.few_rows import attended
 
@@ -145,16 +148,138 @@ def attention_bits(rows: int) -> dict[str, float]:
         ways[f"decoding by {name}"] = lambda name=name: jax.jit(
             functools.partial(decode_attention, implementation=name, **options)
         )(newest(query), *caches, positions + 1)
+    return shares_of(ways, rows)
+
+
+def shares_of(ways: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Shares of equal bits in the first `rows` rows, for each pair of ways; an error's text for one that is refused."""
     results, shares = {}, {}
     for name, way in ways.items():
         try:
-            results[name] = way()
-        except Exception as error:  # what a device or this shape refuses
+            results[name] = way()[:rows]
+        except Exception as error:
             shares[name] = f"{type(error).__name__}: {str(error)[:200]}"
     for (left, a), (right, b) in itertools.combinations(results.items(), 2):
         shares[f"{left} = {right}"] = round(float((a == b).mean()), 6)
-    del mosaic
     return shares
+
+
+def pieces(rows: int) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtune.models.generation.xla_options import AS_TRAINED
+    from jaxtune.pallas.decode.few_rows import added_norm, chosen_token, placed
+    from jaxtune.pallas.decode.few_rows import triton as few
+    from jaxtune.pallas.gated import thin
+    from jaxtune.pallas.linear_cross_entropy import linear_token_losses
+    from jaxtune.pallas.normed_heads import normed
+    from jaxtune.pallas.normed_heads.reference import rotated
+    from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
+
+    many, hidden, inner, vocabulary, rank = 16384, 4096, 14336, 128256, 16
+
+    def draw(number, *shape, scale=1.0):
+        return (scale * jax.random.normal(jax.random.key(number), shape, jnp.float32)).astype(jnp.bfloat16)
+
+    def trained(function, *operands):
+        return jax.jit(function, compiler_options=AS_TRAINED)(*operands)
+
+    def undivided(*operands):
+        with replaced({(few, "_undivided"): lambda count, loras, programs: True}):
+            return jax.jit(lambda *a: few.products(*a)[0])(*operands)
+
+    x, table = draw(0, many, hidden), {}
+    joined = jnp.concatenate([draw(n, rank, hidden, scale=hidden**-0.5) for n in (1, 3, 4)])
+    tall = jnp.pad(joined, ((0, 64 - len(joined)), (0, 0)))
+    thin_ways = {
+        f"XLA, {n} rows": lambda n=n: trained(lambda x, w: jnp.dot(x, w.T), x[:n], joined)
+        for n in (rows, 512, 2048, many)
+    }
+    thin_ways |= {
+        f"one sum, {n} rows": lambda n=n: undivided(x[:n], [tall])[:, : len(joined)] for n in (rows, 128, many)
+    }
+    table["x A^T"] = shares_of(thin_ways, rows)
+    for name, columns, out in (("output", hidden, hidden), ("down", inner, hidden), ("query", hidden, hidden + 2048)):
+        left = draw(5, many // 4, columns)
+        weight = draw(6, out, columns, scale=columns**-0.5)
+        lora = LoraWeights(draw(7, rank, columns, scale=columns**-0.5), draw(8, out, rank, scale=0.1), None, 2.0)
+        ways: dict[str, Any] = {
+            f"{what}training's, {n} rows": lambda n=n, lora=given, left=left, weight=weight: trained(
+                lambda x, w, lora: quant_matmul(x, [w], [lora])[0], left[:n], weight, lora
+            )
+            for what, given in (("", None), ("adapted, ", lora))
+            for n in (rows, 512, many // 4)
+        }
+        ways |= {
+            f"{what}one sum, {rows} rows": lambda given=given, left=left, weight=weight: undivided(
+                left[:rows], [weight], given
+            )
+            for what, given in (("", ()), ("adapted, ", [lora]))
+        }
+        every = shares_of(ways, rows)
+        table[name] = {k: v for k, v in every.items() if " = " not in k or k.count("adapted") != 1}
+    weight = 1 + draw(9, hidden, scale=0.1)
+    options: Any = dict(eps=1e-5, offset=0.0, float32=False)
+    norms = {
+        f"XLA, {n} rows": lambda n=n: trained(lambda x, w: normed(x, w, *options.values()), x[:n], weight)
+        for n in (rows, 512, many)
+    }
+    norms |= {
+        f"added_norm, {n} rows": lambda n=n: jax.jit(
+            lambda x, w: added_norm(x, jnp.zeros((1, *x.shape), x.dtype), w, **options)[1]
+        )(x[:n], weight)
+        for n in (rows, many)
+    }
+    table["norm"] = shares_of(norms, rows)
+    gate, up, down_a = draw(10, many, inner), draw(11, many, inner), draw(12, rank, inner)
+    activated: dict[str, Any] = {
+        f"thin kernel, {n} rows": lambda n=n: jax.jit(lambda g, u, a: thin.by_kernel(g, u, a, "silu", "gated")[0])(
+            gate[:n], up[:n], down_a
+        )
+        for n in (rows, 512, many)
+    }
+    activated["XLA in steps"] = lambda: trained(lambda g, u: jax.nn.silu(g) * u, gate[:rows], up[:rows])
+    activated["XLA in float32"] = lambda: trained(
+        lambda g, u: (jax.nn.silu(g.astype(jnp.float32)) * u.astype(jnp.float32)).astype(g.dtype),
+        gate[:rows],
+        up[:rows],
+    )
+    activated["kernel in steps"] = lambda: jax.jit(lambda g, u: few.activated(g, u, "silu"))(gate[:rows], up[:rows])
+    table["activation"] = shares_of(activated, rows)
+    heads = draw(13, 1, rows, 48 * 128)
+    angles = jax.random.uniform(jax.random.key(14), (rows, 64), jnp.float32, 0, 500)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cache = jnp.zeros((rows, 8, 128, 128), jnp.bfloat16)
+    rotations: dict[str, Any] = {
+        "XLA": lambda: trained(
+            lambda h, c, s: jnp.asarray(rotated(False, h, c, s)).reshape(rows, 32, 128),
+            heads.reshape(rows, 1, 48, 128)[:, :, :32],
+            cos[:, None],
+            sin[:, None],
+        ),
+        "placed": lambda: jax.jit(
+            lambda h, c: placed(h, c, c, jnp.zeros(rows, jnp.int32), (cos, sin), None, **options)[0]
+        )(heads, cache),
+    }
+    table["rotation"] = shares_of(rotations, rows)
+    head, state = draw(15, vocabulary, hidden, scale=hidden**-0.5), draw(16, 1, 2048, hidden)
+    product = functools.partial(jnp.einsum, "nd,vd->nv", preferred_element_type=jnp.float32)
+    logits = {f"XLA, {n} rows": lambda n=n: trained(product, state[0, :n], head) for n in (rows, 512, 1024)}
+    table["logits"] = shares_of(logits, rows)
+    known = trained(product, state[0, :rows], head)
+    unit = jnp.ones(rows, jnp.float32)
+    tokens = known.argmax(-1)
+
+    def loss(n):
+        targets = jnp.zeros((1, n), jnp.int32).at[0, :rows].set(tokens)
+        run = functools.partial(linear_token_losses, head_gradient=False)
+        return -trained(run, state[:, :n], head, targets, jnp.ones((1, n), jnp.float32))[0]
+
+    logprobs: dict[str, Any] = {f"loss, {n} rows": lambda n=n: loss(n) for n in (rows, 512, 1024, 2048)}
+    logprobs["chosen_token"] = lambda: jax.jit(lambda l: chosen_token(l, vocabulary, unit, unit, None)[1])(known)
+    table["log-probability"] = shares_of(logprobs, rows)
+    return table
 
 
 def sampled(model: Any, prompts: list[list[int]], deterministic: bool) -> dict[str, Any]:
@@ -200,6 +325,8 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64)
+    parts = ("operations", "pieces", "attention", "again")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=["operations", "pieces", "attention"])
     parser.add_argument("--small", action="store_true", help="a shape for a CPU")
     options = parser.parse_args()
     import jax
@@ -224,16 +351,18 @@ def main() -> None:
     model = model_of(options.layers, options.small)
     drawn = np.random.default_rng(0)
     prompts = [drawn.integers(3, model.config.vocab_size, _PROMPT - n % 16).tolist() for n in range(options.rows)]
-    default = sampled(model, prompts, False)
-    answers = default.pop("ids")
-    say("sampling", default)
-    say("operations", operations(model, prompts, answers, False))
-    if gpu:
+    same = "again" in options.parts
+    found = sampled(model, prompts, same)
+    answers = found.pop("ids")
+    say("sampling, deterministic" if same else "sampling", found)
+    if "operations" in options.parts:
+        say("operations", operations(model, prompts, answers, False))
+    if gpu and "pieces" in options.parts:
+        for name, shares in pieces(options.rows).items():
+            say(f"pieces: {name}", shares)
+    if gpu and "attention" in options.parts:
         say("attention", attention_bits(options.rows))
-    alike = sampled(model, prompts, True)
-    alike.pop("ids")
-    say("sampling, deterministic", alike)
-    if gpu:
+    if gpu and same:
         import jaxtune.models.layers.attention as layers_attention
         from jaxtune.pallas.decode.few_rows import triton as few
 
@@ -245,9 +374,9 @@ def main() -> None:
         }
         with replaced(one_sum):
             say("operations, one sum, attention by triton, deterministic", operations(model, prompts, answers, True))
-            one = sampled(model, prompts, True)
-            one.pop("ids")
-            say("sampling, one sum, attention by triton, deterministic", one)
+            again = sampled(model, prompts, True)
+            again.pop("ids")
+            say("sampling, one sum, attention by triton, deterministic", again)
     say("seconds", {"all": round(time.monotonic() - begun)})
 
 

@@ -8,8 +8,10 @@ import jax
 import pytest
 
 from jaxtune import cli
+from jaxtune.commands import exact_check
 from jaxtune.commands import machine_checks as doctor
 from jaxtune.profile.device import nvidia_smi
+from tests.serve.running import BASE
 
 
 def tell_of(monkeypatch, tmp_path, text: str, code: int = 0):
@@ -148,3 +150,22 @@ def test_a_kernel_with_a_gradient_that_is_no_number_is_found(monkeypatch, of):
     monkeypatch.setattr(package, "attention", attention)
     finding = doctor._attention()
     assert finding.state == "wrong" and "within nan of float32's" in finding.summary
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("compiled_in_full")
+def test_exact_compares_sampler_and_training(capsys):
+    """Of the packaged model: every operation, and what the sampler said of its tokens."""
+    assert cli.main(["doctor", "--exact", str(BASE)]) == 0
+    shown = capsys.readouterr().out
+    assert "decoding: attention: 0 of" in shown and "sampled: log-probabilities: 0 of 384 differ" in shown
+    assert shown.strip().endswith("all bits are equal")
+
+
+def test_exact_says_when_an_operation_differs(capsys, monkeypatch):
+    found = [exact_check._Line("decoding", "down", 3, 10, 2, 0.5), exact_check._Line("sampled", "log-probabilities")]
+    monkeypatch.setattr(exact_check, "_lines", lambda model, exact: iter(found))
+    assert cli.main(["doctor", "--exact", str(BASE)]) == 1
+    assert "decoding: down: 2 of 10 differ, by up to 0.5, from layer 3 on" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--load-in", "nf4"])

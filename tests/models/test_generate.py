@@ -355,7 +355,7 @@ def test_log_probabilities_are_the_forwards():
 def test_log_probabilities_have_the_same_bits_in_every_process(tmp_path):
     """XLA is told not to time algorithms on a GPU, as for the other programs of a deterministic sampler."""
     graph, state = nnx.split(tiny_model())
-    program = _token_logprobs.lower(graph, state, np.zeros((1, 32), np.int32), np.ones(1, np.int32))
+    program = _token_logprobs.lower(graph, False, state, np.zeros((1, 32), np.int32), np.ones(1, np.int32))
     program.compile(compiler_options={"xla_dump_to": str(tmp_path)})
     (options,) = tmp_path.glob("*.debug_options")
     said = options.read_text().splitlines()

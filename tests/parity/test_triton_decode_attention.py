@@ -9,7 +9,8 @@ import pytest
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode.attention import cache_of, decode_attention, inserted
+from jaxtune.pallas.attention import attention_forward, packed_layout
+from jaxtune.pallas.decode.attention import cache_of, decode_attention, inserted, ordered
 
 LENGTHS = (0, 1, 37, 64, 300)
 LONG = 1152  # of a cache that is read in splits; shorter ones are read in one pass
@@ -101,3 +102,26 @@ def test_rows_of_a_cache_are_inserted():
     np.testing.assert_array_equal(inserted(cache, staged, rows, slots, implementation="reference"), want)
     with pytest.raises(ValueError, match="staged has room for 384 tokens, the cache for 256"):
         inserted(staged, cache, rows, slots)
+
+
+@pytest.mark.parametrize("case", ["plain", "everything", "head_dim_96", "many_heads"])
+def test_the_kernel_in_the_order_of_training_has_its_bits(case):
+    """Of the newest tokens, for which the forward of training reads the same keys in another tile of queries."""
+    heads, kv_heads, dim, capacity, features = CASES[case]
+    features = {name: jnp.asarray(value) if name == "sinks" else value for name, value in features.items()}
+    features = {name: value for name, value in features.items() if name != "window"} | {"scale": dim**-0.5}
+    lengths, length = jnp.asarray([1, 37, 64, 129, 300], jnp.int32), 320
+    draw = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(draw.standard_normal((len(lengths), length, count, dim)), jnp.float16)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    real = (np.arange(length) < lengths[:, None]).astype(np.int32)
+    newest = query[np.arange(len(lengths)), lengths - 1]
+    with interpreted((9, 0)):
+        layout = packed_layout((len(lengths), length), jnp.asarray(real), max_documents=1)
+        want, _ = attention_forward(query, key, value, layout, implementation="triton", **features)
+        caches = [cache_of(array, lengths, capacity) for array in (key, value)]
+        assert ordered.refusal(newest, caches[0], None) is None
+        got = ordered.decode(newest, *caches, lengths, **features)
+    np.testing.assert_array_equal(got, want[np.arange(len(lengths)), lengths - 1])

@@ -139,6 +139,16 @@ def test_adapters_are_part_of_the_products(rows, sizes):
     assert np.linalg.norm(parts.sum(0) - plain) > 0.1 * np.linalg.norm(plain)
 
 
+def test_undivided_products_with_adapters_round_as_training_does():
+    """The weight's product and the adapter's are rounded apart; rounded together, a quarter would have other bits."""
+    x, weight = normal(5, 256), normal(96 * 64, 256, seed=1, scale=0.05)
+    lora = adapter(len(weight), 256, 8, 2.0, 10)
+    with interpreted(HOPPER):
+        got = products(x, [weight], [lora])
+    assert dispatch.record["products"][0] == "triton" and len(got) == 1
+    assert (np.asarray(got) == np.asarray(reference.products(x, [weight], [lora]))).mean() > 0.98
+
+
 @pytest.mark.parametrize("which", [(True, True), (False, True), (True, False)])
 def test_a_gated_product_with_adapters(which):
     x, gate, up = normal(5, 256), *(normal(128, 256, seed=i, scale=0.1) for i in (1, 2))

@@ -31,7 +31,7 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, added_norm, chosen_token
-from jaxtune.pallas.gated import ACTIVATIONS, gated_thin
+from jaxtune.pallas.gated import activated, gated_thin
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
 _PACKED = 2048  # tokens of a row of several documents
@@ -212,10 +212,11 @@ def _gated(feed_forward: MLP, gate: jax.Array, up: jax.Array) -> jax.Array:
     """activation(gate) * up as MLP.down computes it."""
     linear, activation = feed_forward.down_proj, feed_forward.config.activation
     if not linear.only_adapted(gate.dtype, False):
-        return ACTIVATIONS[activation](gate) * up
+        return activated(gate, up, activation)
     assert linear.lora is not None
-    flat = (array.reshape(-1, array.shape[-1]) for array in (gate, up))
-    return gated_thin(*flat, linear.lora.a[...], activation)[0].reshape(gate.shape)
+    size = gate.shape[-1]
+    out, _ = gated_thin(gate.reshape(-1, size), up.reshape(-1, size), linear.lora.a[...], activation)
+    return out.reshape(gate.shape)
 
 
 def _arranged(graph, spec: LayerSpec, trainable, frozen, x, layout: PackedLayout) -> dict[str, jax.Array]:
@@ -294,7 +295,7 @@ def _of_head(model: Decoder, x: jax.Array, positions: np.ndarray, same_choices: 
         hidden = norm(model.norm, hidden)
         tokens, logprobs = jax.jit(_drawn, compiler_options=options)(model, hidden)
         trained = jax.jit(_losses, compiler_options=AS_TRAINED)(model, hidden, tokens)
-        yield _compared("decoding", None, "log-probability", logprobs, -trained[:, 0], None)
+        yield _compared("decoding", None, "log-probability", logprobs, 0.0 - trained[:, 0], None)
 
 
 def _drawn(model: Decoder, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:

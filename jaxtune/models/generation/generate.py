@@ -30,6 +30,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.generation.xla_options import AS_TRAINED
 from jaxtune.models.placement import partition
+from jaxtune.pallas import ordered
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
 _SMALLEST_LENGTH = 16  # training_logprobs pads prompts, and new tokens, to at least this many
@@ -203,7 +204,11 @@ def _bucket(size: int, smallest: int) -> int:
 
 
 def training_logprobs(
-    model: Decoder, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_new_tokens: int
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    exact: bool = False,
 ) -> list[list[float]]:
     """Log-probabilities of each answer's tokens, in nats, as training with `deterministic: true` computes them. Texts
     are padded to other shapes than a step's, so bits may differ from a step's.
@@ -212,6 +217,7 @@ def training_logprobs(
     rows: token ids of each prompt.
     answers: token ids of one answer to each.
     max_new_tokens: of the run; it decides the padding.
+    exact: as a sampler with `exact`, to the bit.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)
@@ -219,16 +225,20 @@ def training_logprobs(
         lengths[index] = len(row) + len(answer)
         tokens[index, : lengths[index]] = [*row, *answer]
     graph, state = nnx.split(model)
-    logprobs = np.asarray(_token_logprobs(graph, state, tokens, lengths))
+    logprobs = np.asarray(_token_logprobs(graph, exact, state, tokens, lengths))
     return [logprobs[i, len(row) : lengths[i]].tolist() for i, row in enumerate(rows)]
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=AS_TRAINED)
-def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=AS_TRAINED)
+def _token_logprobs(graph, exact: bool, state, tokens, lengths) -> jax.Array:
     """float32[B, T]: each token's log-probability as training computes it; 0 for a row's first. tokens: int32[B, T],
     the first lengths[i] of row i real.
     """
-    model = nnx.merge(graph, state)
+    with ordered.exact(exact):
+        return _logprobs(nnx.merge(graph, state), tokens, lengths)
+
+
+def _logprobs(model: Decoder, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
     hidden = model.hidden_states(tokens, real)
     targets, weights = (jnp.pad(array[:, 1:], ((0, 0), (0, 1))) for array in (tokens, real))

@@ -31,6 +31,7 @@ from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.adapters import Adapter, AdapterBank, read_adapter
 from jaxtune.models.generation.converted import Converted, convertible_of, picture_bytes
 from jaxtune.models.generation.division import Division
+from jaxtune.models.generation.exactness import require_exact
 from jaxtune.models.generation.limits import MOST_BIASES, NO_MASK
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.ready import Decode, Grow, Mark, Ready, Score, Shapes, Size
@@ -166,6 +167,8 @@ class Sampler:
         None: nothing is stored, and prompts are prefilled together where that is faster.
       cache: "fp8": keys and values are stored in e4m3, without scales, in half the memory; what that loses is in
         docs/sampling.md. None: in the model's dtype.
+      exact: log-probabilities have the bits that training with `exact` gives the same tokens; slower. ValueError for
+        what it does not cover.
 
     Attributes:
       plan: the SlotPlan in use.
@@ -199,6 +202,7 @@ class Sampler:
         compiles_beside: bool = False,
         prefix_bytes: int | None = None,
         cache: str | None = None,
+        exact: bool = False,
     ):
         counts = dict(tokens_per_round=tokens_per_round, prefill_tokens=prefill_tokens)
         counts |= {} if adapter_ranks is None else {"adapter_ranks": adapter_ranks}
@@ -207,6 +211,12 @@ class Sampler:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
+        if exact:
+            require_exact(model, "Sampler")
+            if cache is not None:
+                raise ValueError(f"Sampler: exact: cache = {cache!r}: training reads keys and values unrounded")
+            if adapters or adapter_ranks:
+                raise ValueError("Sampler: exact: adapters of several models; merge one, or load it with the model")
         self.config, self.ends = model.config, end_token_ids(model)
         self._tower = None if model.vision is None else model.vision.config
         self._base = None if has_adapter(model) else model
@@ -222,6 +232,7 @@ class Sampler:
         if self._division is not None:
             self._require_whole("adapters", bool(adapters) or adapter_ranks is not None)
             self._require_whole("compiles_beside", compiles_beside)
+            self._require_whole("exact", exact)
             prefix_bytes = None
         self._gated, self._newest = bool(self._bank), self._adapter_number  # the last adapter in these arrays
         self._coming: _Model | None = None  # with other adapters, for which programs are being compiled
@@ -233,7 +244,7 @@ class Sampler:
         arriving = arriving_bytes(model.layers)
         room = None if room is None else room - (adapter_bytes - self._bank.bytes) - arriving
         convertible = None
-        if not deterministic and not arriving and self._division is None:
+        if not deterministic and not exact and not arriving and self._division is None:
             convertible = convertible_of(self._structure, self._shapes, prefill_tokens, most_converted)
         self.plan: SlotPlan = plan_slots(
             self._bytes,
@@ -248,7 +259,8 @@ class Sampler:
         )
         self.plan = dataclasses.replace(self.plan, adapter_bytes=adapter_bytes)
         if self._division is None:
-            self._programs, count = device.programs_of(deterministic, self.plan.slots), self.plan.slots
+            self._programs = device.programs_of(deterministic, self.plan.slots, exact)
+            count = self.plan.slots
         else:
             self._programs = self._division.programs(deterministic, self.plan.slots)
             count = self.plan.slots * self._division.devices

@@ -49,6 +49,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import implementations, inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up, masked
+from jaxtune.pallas.ordered import exactly_if, is_exact, log_probability
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
@@ -141,27 +142,32 @@ class Programs(NamedTuple):
     mark: Function  # _marked: `seen` with other counts of one slot; donated
 
 
-def programs_of(deterministic: bool, slots: int) -> Programs:
-    """The programs of a sampler with `slots` slots. deterministic: has an effect on a GPU only."""
-    return programs(deterministic and jax.default_backend() == "gpu", slots > MOST_ROWS)
+def programs_of(deterministic: bool, slots: int, exact: bool = False) -> Programs:
+    """The programs of a sampler with `slots` slots. deterministic: has an effect on a GPU only.
+
+    exact: as of Sampler.
+    """
+    return programs(deterministic and jax.default_backend() == "gpu", slots > MOST_ROWS, exact)
 
 
 @functools.cache
-def programs(same_choices: bool, many_rows: bool) -> Programs:
+def programs(same_choices: bool, many_rows: bool, exact: bool = False) -> Programs:
     """The sampler's functions, one object for equal arguments, so that samplers share their programs.
 
     same_choices: every process computes the same bits, and a row has the same bits beside any other rows.
     many_rows: the slots are more than few_rows' kernels multiply (MOST_ROWS).
+    exact: sums in one order (pallas/ordered.py), as training with `exact` adds.
     """
+    of = functools.partial(exactly_if, exact)
     of_steps, of_prompts = sampler_options(same_choices, many_rows), prompt_options(same_choices)
     return Programs(
-        Function(prefill, 2, options=of_prompts),
-        Function(pack, 2, options=of_prompts),
-        Function(extend, 1, donated=(1,), options=of_prompts),
+        Function(of(prefill), 2, options=of_prompts),
+        Function(of(pack), 2, options=of_prompts),
+        Function(of(extend), 1, donated=(1,), options=of_prompts),
         Function(insert, 0, donated=(0,), options=of_steps),
-        Function(functools.partial(decode, same_choices), 3, donated=(1, 2, 3), options=of_steps),
-        Function(functools.partial(logits, same_choices), 1, donated=(1, 2), options=of_steps),
-        Function(choose, 2, donated=(1, 2), options=of_steps),
+        Function(functools.partial(of(decode), same_choices), 3, donated=(1, 2, 3), options=of_steps),
+        Function(functools.partial(of(logits), same_choices), 1, donated=(1, 2), options=of_steps),
+        Function(of(choose), 2, donated=(1, 2), options=of_steps),
         Function(grown, 1),
         Function(_marked, 0, donated=(0,)),
     )
@@ -564,7 +570,10 @@ def _chosen(vocab_size: int, kind: Kind, logits, seen, rows: Rows, length, unifo
             is_filtered |= (adjustments.bias != 0).any(-1)
         token = jnp.where(is_filtered, filtered_token, token)
         of_token = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-        logprob = jnp.where(is_filtered, (of_token - peak) / logprob_temperature - total, logprob)
+        of_token = (of_token - peak) / logprob_temperature - total
+        if is_exact():
+            of_token = log_probability(logits, token, logprob_temperature)
+        logprob = jnp.where(is_filtered, of_token, logprob)
     ranked = None
     if kind.ranks:
         values, tokens = jax.lax.top_k(logits, min(MOST_RANKED, vocab_size))

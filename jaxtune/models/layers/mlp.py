@@ -14,7 +14,7 @@ from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import Normed
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic, thin
+from jaxtune.pallas.gated import ACTIVATIONS, activated, gated_backward, mosaic, thin
 from jaxtune.pallas.quant_matmul import gated_matmul, gated_mlp, joins, low_rank
 
 
@@ -213,7 +213,7 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key, earlier_low_
       earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
     """
     with low_rank.collected(earlier_low_rank) as low_rank_values:
-        out = nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
+        out = nnx.merge(graph, trainable, frozen)(activated(gate, up, activation), key)
     return out, tuple(low_rank_values)
 
 

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import ordered as sums
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.attention import cudnn, first_use, mosaic, reference, triton
+from jaxtune.pallas.attention import cudnn, first_use, mosaic, ordered, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
 
-IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference}
+IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference, "ordered": ordered}
 SHORT_ROWS = 4096
 
 
@@ -40,6 +41,8 @@ def implementations(
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     layout = layout.of_window(window)
+    if sums.is_exact():
+        return {"ordered": lambda: ordered.refusal(query, layout, **options)}
 
     def vendor():
         return cudnn.refusal(query, layout, **options) or first_use.cudnn_refusal(query, kv_heads, layout, window)

@@ -8,11 +8,23 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtune.pallas import ordered
+
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
 }
+
+
+def activated(gate, up, activation: str):
+    """activation(gate) * up in gate's dtype, of sums in one order (ordered.py) computed in float32 and rounded once.
+
+    gate, up: of one shape and dtype. activation: a key of ACTIVATIONS.
+    """
+    if not ordered.is_exact():
+        return ACTIVATIONS[activation](gate) * up
+    return (ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def gated_backward(gate, up, dgated, activation: str):
@@ -39,8 +51,10 @@ def gated_thin(gate, up, a, activation: str):
 
     gate, up: [tokens, I]. a: float[r, I], rounded to gate's dtype. activation: a key of ACTIVATIONS.
     """
-    gated = ACTIVATIONS[activation](gate) * up
-    return gated, thin_product(gated, a.astype(gate.dtype), (1, 1), gate.dtype)
+    gated, a = activated(gate, up, activation), a.astype(gate.dtype)
+    if ordered.is_exact():
+        return gated, ordered.product(gated, a).astype(gate.dtype)
+    return gated, thin_product(gated, a, (1, 1), gate.dtype)
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str):

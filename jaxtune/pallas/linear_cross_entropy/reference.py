@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, ordered
 
 _MULTIPLE = 8
 
@@ -61,7 +61,11 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
       logit_scale, soft_cap, temperature: the product times logit_scale, then soft_cap * tanh(logits / soft_cap), then
         divided by the temperature.
     """
-    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32, precision=precision_of(hidden))
+    if ordered.is_exact():
+        logits = ordered.product(hidden, head)
+    else:
+        options = dict(preferred_element_type=jnp.float32, precision=precision_of(hidden))
+        logits = jnp.einsum("btd,vd->btv", hidden, head, **options)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     slope = logit_scale
@@ -69,7 +73,8 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
         capped = jnp.tanh(logits / soft_cap)
         logits, slope = capped * soft_cap, logit_scale * (1.0 - capped * capped)
     if temperature != 1.0:
-        logits, slope = logits / temperature, slope / temperature
+        logits = ordered.divided(logits, temperature) if ordered.is_exact() else logits / temperature
+        slope = slope / temperature
     return logits, slope
 
 
@@ -133,11 +138,17 @@ def _chunk(
     real = None if len(head) == size else jnp.arange(len(head)) < size
     if real is not None:
         logits = jnp.where(real, logits, -jnp.inf)
-    lse = log_sum_exp(logits)
+    if ordered.is_exact():
+        top, log_sum = ordered.normaliser(logits[..., :size])
+        lse = top + log_sum
+    else:
+        lse = log_sum_exp(logits)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     if label_smoothing:
         target_logits = (1.0 - label_smoothing) * target_logits + label_smoothing * logits.mean(-1, where=real)
     losses = lse - target_logits + z_loss * lse * lse if z_loss else lse - target_logits
+    if ordered.is_exact() and not (label_smoothing or z_loss):
+        losses = log_sum - (target_logits - top)  # as the sampler subtracts
     entropy_values = None
     if entropies:
         logps = logits - lse[..., None]

@@ -9,6 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtune.pallas import ordered
+
 
 def normed(x, weight, eps, offset, float32):
     """RMS norm of x [..., size] over its last axis, in x's dtype.
@@ -34,6 +36,8 @@ def inverse_rms(x, eps) -> jax.Array:
     in float32.
     """
     x32 = x.astype(jnp.float32)
+    if ordered.is_exact():
+        return jax.lax.rsqrt(ordered.total(x32 * x32)[..., None] / x.shape[-1] + eps)
     return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 

@@ -14,7 +14,7 @@ from jax.lax import optimization_barrier
 from jaxtune.pallas import meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.gated import ACTIVATIONS, gated_thin, gated_thin_backward, thin_of_gated
+from jaxtune.pallas.gated import ACTIVATIONS, activated, gated_thin, gated_thin_backward, thin_of_gated
 from jaxtune.pallas.quant_matmul import low_rank, reference
 from jaxtune.pallas.quant_matmul.api import LoraWeights, choose
 from jaxtune.pallas.quant_matmul.as_stored import product_of
@@ -73,7 +73,7 @@ def _gated(activation: str, static: reference.Static, gate, up, weight, lora, bi
         if earlier_inner is None:
             x, inner = gated_thin(gate, up, lora[0], activation)
         else:
-            x, inner = ACTIVATIONS[activation](gate) * up, earlier_inner
+            x, inner = activated(gate, up, activation), earlier_inner
         [out] = reference.outputs(x, (weight,), (lora,), (bias,), inner, static)
         return out, inner
     kind, [implementation] = product.kind(weight), static.as_stored

@@ -68,6 +68,7 @@ _SAMPLED = (
     "num_iterations",
     "steps_per_generation",
     "slots",
+    "exact",
     "epsilon",
     "epsilon_high",
     "importance_sampling_correction",
@@ -125,6 +126,9 @@ def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
         idle(not options.get("environment_factory"), "there are no environments", "reset_timeout")
         bounds = ("importance_sampling_mode", "importance_sampling_clip_max", "importance_sampling_clip_min")
         idle(options.get("importance_sampling_correction") is False, "importance_sampling_correction is false", *bounds)
+        corrections = "importance_sampling_correction", *bounds
+        idle(options.get("exact") is True, "with exact there is nothing to correct", *corrections)
+        idle(bool(options.get("rollout_func")), "rollout_func samples by itself", "exact")
     if name == "grpo":
         loss, sums = options.get("loss_type"), options.get("multi_objective_aggregation")
         idle(not options.get("beta"), "without beta there is no divergence", "use_bias_correction_kl")
@@ -256,6 +260,11 @@ class ObjectiveConfig:
     num_iterations: Annotated[int | None, "How often each answer is trained on (1)."] = None
     steps_per_generation: Annotated[int | None, "Steps whose answers are sampled at once (1)."] = None
     slots: Annotated[int | None, "The most answers that are sampled at a time (64)."] = None
+    exact: Annotated[
+        bool | None,
+        "Sampler and training compute the same bits of a token's log-probability, which is measured and needs no "
+        "correction (false; a CPU so far).",
+    ] = None
     epsilon: Annotated[float | None, "The ratio of probabilities is clipped below at 1 - epsilon (0.2)."] = None
     epsilon_high: Annotated[float | None, "... and above at 1 + epsilon_high (epsilon); cispo's cap itself."] = None
     delta: Annotated[float | None, "Cap of the ratio for answers of negative advantage (none)."] = None

@@ -19,9 +19,11 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.division import Division
+from jaxtune.models.generation.exactness import require_exact
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
 from jaxtune.models.placement import partition
+from jaxtune.pallas import ordered
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.config.sections import OF_ANSWERS
@@ -130,14 +132,19 @@ class GRPO(Declared):
         return {"grpo": "answers", "sapo": "answers", "dr_grpo": "possible_tokens"}.get(self.losses.loss_type, "tokens")
 
     @property
+    def corrects(self) -> bool:
+        """Whether a ratio corrects for the sampler's log-probabilities, which may differ from the trainer's."""
+        return self.importance_sampling_correction and not self.settings.exact
+
+    @property
     def sums(self) -> tuple[str, ...]:
-        corrected = (_RATIO, ZEROED, "corrected", _HIGHEST, _LOWEST) if self.importance_sampling_correction else ()
+        corrected = (_RATIO, ZEROED, "corrected", _HIGHEST, _LOWEST) if self.corrects else ()
         return (*self._measured, "answers", MASKED, _MISMATCH, _FURTHEST, *corrected)
 
     @property
     def largest(self) -> tuple[str, ...]:
         """Those of `sums` that are largest values of micro-batches and devices, from 0 on."""
-        return (_FURTHEST, *((_HIGHEST, _LOWEST) if self.importance_sampling_correction else ()))
+        return (_FURTHEST, *((_HIGHEST, _LOWEST) if self.corrects else ()))
 
     @property
     def _measured(self) -> tuple[str, ...]:
@@ -219,6 +226,13 @@ class GRPO(Declared):
                 getattr(data, key),
                 f"objective = {self.label} reads only the prompts of rows, and packs sampled answers; leave it out",
             )
+        fsdp = (mesh or MeshConfig()).fsdp
+        require(
+            not self.settings.exact or fsdp == 1,
+            "mesh.fsdp",
+            fsdp,
+            "objective.exact needs whole weights on each device; set mesh.fsdp=1 and mesh.data, or leave exact out",
+        )
         best = checkpoint.best
         require(
             best is None or best.startswith(OF_ANSWERS),
@@ -229,7 +243,11 @@ class GRPO(Declared):
         )
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError without a head that predicts tokens or, if beta is not 0, a fixed reference."""
+        """Raises ValueError without a head that predicts tokens, if beta is not 0, without a fixed reference, or with
+        `exact` for what it does not cover.
+        """
+        if self.settings.exact:
+            require_exact(model, "objective")
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
@@ -241,9 +259,10 @@ class GRPO(Declared):
         """
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
-        logps, entropies = forward.log_probs(
-            model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
-        )
+        with ordered.exact(self.settings.exact):
+            logps, entropies = forward.log_probs(
+                model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
+            )
         reference = batch.extra.get(REFERENCE_LOGPS)
         if reference is None and self.reference_runs:
             base = without_adapter(model)
@@ -299,7 +318,7 @@ class GRPO(Declared):
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
         """float32[answers, tokens or 1], of `importance_ratio`; None without correction."""
-        if not self.importance_sampling_correction:
+        if not self.corrects:
             return None
         return grpo.importance_ratio(
             logps,
@@ -318,7 +337,7 @@ class GRPO(Declared):
             MASKED: sums[MASKED] / (answers + (answers == 0)),
             _FURTHEST: sums[_FURTHEST],
         }
-        if self.importance_sampling_correction:
+        if self.corrects:
             token_sums[_RATIO], count = sums[_RATIO], sums["corrected"]
             lowest = sums[_LOWEST]
             other_metrics |= {
@@ -416,9 +435,9 @@ class AnswerCuts:
 _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 
-def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
+def log_probs_of(temperature: float, model: Decoder, batch: Batch, *, exact: bool = False) -> np.ndarray:
     """float32[rows, length], numpy, in nats: log-probabilities of a batch's targets, 0 where the weight is 0, 4 rows at
-    a time, of divided weights on each device. temperature: divides the logits.
+    a time, of divided weights on each device. temperature: divides the logits. exact: as of Settings.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -428,10 +447,11 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
     for start in range(0, rows, at_once):
         row_indices = np.minimum(np.arange(start, start + at_once), rows - 1)
         some_rows = jax.tree.map(operator.itemgetter(row_indices), dataclasses.replace(batch, extra={}))
-        if division is None:
-            values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
-        else:
-            values = partition.on_host(_divided_log_probs(graph, temperature, treedef, division, leaves, some_rows))
+        with ordered.exact(exact):
+            if division is None:
+                values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
+            else:
+                values = partition.on_host(_divided_log_probs(graph, temperature, treedef, division, leaves, some_rows))
         count = min(at_once, rows - start)
         log_probs[start : start + count] = values[:count]
     return np.where(batch.weights > 0, log_probs, 0.0).astype(np.float32)
@@ -442,7 +462,7 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
     return log_probs_of(temperature, without_adapter(model), batch)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_allow_excess_precision": False})
 def _row_log_probs(graph, temperature, state, batch: Batch) -> jax.Array:
     """float32[rows, length]; compiled for each shape, graph and temperature."""
     model = nnx.merge(graph, state)

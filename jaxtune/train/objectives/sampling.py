@@ -7,9 +7,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How answers are sampled and how often trained on; names are TRL's but for `slots`, `regex` and
-    `json_schema`. Raises ValueError for a
-    value out of range.
+    """How answers are sampled and how often trained on; names are TRL's but for `slots`, `regex`, `json_schema` and
+    `exact`. Raises ValueError for a value out of range.
     """
 
     num_generations: int = 8
@@ -43,6 +42,9 @@ class Settings:
 
     slots: int = 64
     """Most answers a device samples at a time; fewer if memory is short."""
+
+    exact: bool = False
+    """Sampler and training forward compute the same bits (pallas/ordered.py); there is no correction then."""
 
     def __post_init__(self) -> None:
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "slots"):

@@ -13,7 +13,7 @@ from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled, Turns
 
 _SHOWN = 160  # characters of a prompt or an answer on the screen
-_RATIO = "sampling/importance_sampling_ratio"
+_RATIO, _DIFFERENCE = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
 _LEFT_OUT = 0.5  # the share of answers without a part in the loss above which it warns
 _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equal rewards, above which it warns
 
@@ -128,6 +128,17 @@ def masked_lines(line: Mapping[str, float]) -> list[str]:
             "objective.importance_sampling_mode: token_truncate, or wider importance_sampling_clip_max and clip_min"
         )
     return lines
+
+
+def mismatch_lines(line: Mapping[str, float], settings: Settings) -> list[str]:
+    """A warning if a step with `exact` measured other bits."""
+    largest = line.get(f"{_DIFFERENCE}/max", 0.0)
+    if not settings.exact or largest == 0.0:
+        return []
+    return [
+        f"warning: objective.exact: log-probabilities of sampler and training differ by up to {largest:.3g} "
+        f"({_DIFFERENCE}/max); `jaxtune doctor --exact MODEL` says in which operation"
+    ]
 
 
 def _line(value: Turns) -> str:

@@ -137,6 +137,7 @@ class Sampling:
                 most_slots=min(self.slots, -(-len(prompts) // len(devices))),
                 most_converted=self.most_converted,
                 prefills_alone=turns,
+                exact=self.settings.exact,
                 prefix_bytes=prefix_room(room_bytes()) if turns else None,
             )
 

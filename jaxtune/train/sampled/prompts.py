@@ -175,7 +175,7 @@ def sampled_answers(
         chosen_length=chooses,
         seed=steps.seed,
         rows_multiple=multiple,
-        score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
+        score=functools.partial(log_probs_of, settings.temperature, exact=settings.exact) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
         own_reference=user_functions.reference is not None,

@@ -38,7 +38,7 @@ from jaxtune.train.data.packing.answers import (
 from jaxtune.train.data.tokens.pictures import prompt_documents
 from jaxtune.train.digests import values_crc32
 from jaxtune.train.objectives.sampling import Settings
-from jaxtune.train.sampled.answer_report import masked_lines, measured, recorded, screen_lines
+from jaxtune.train.sampled.answer_report import masked_lines, measured, mismatch_lines, recorded, screen_lines
 from jaxtune.train.sampled.answering import Answering, OneTurn, Prompt
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled, rewarded
 
@@ -308,8 +308,8 @@ class SampledAnswers(BatchSource):
         return rows
 
     def remarks(self, step: int, line: Mapping[str, float]) -> list[str]:
-        """Warnings that most answers are out of the loss, at most every ten steps."""
-        texts = masked_lines(line)
+        """Warnings that most answers are out of the loss, or that `exact` does not hold, at most every ten steps."""
+        texts = masked_lines(line) + mismatch_lines(line, self.settings)
         if not texts or step - self._warned < _PRINT_EVERY:
             return []
         self._warned = step

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode.attention import decode_attention, inserted, written
+from jaxtune.pallas.decode.attention import decode_attention, inserted, ordered, written
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
@@ -120,3 +120,11 @@ def test_rows_are_inserted_where_the_cache_is():
     text = compiled.as_text()
     assert 'name = "insert_kernel"' in text and "copy(" not in text and "scatter" not in text
     assert compiled.memory_analysis().alias_size_in_bytes == ROWS * KV_HEADS * CAPACITY * 128 * 2
+
+
+@pytest.mark.parametrize(("dim", "group"), [(64, 8), (96, 1), (128, 4), (256, 2)])
+def test_the_kernel_in_the_order_of_training_compiles_for_an_h200(dim, group):
+    where = H200.sharding()
+    with H200.lowering():
+        lowered = jax.jit(lambda *a: ordered.decode(*a, scale=0.1)).lower(*arguments(dim, group, where))
+        assert lowered.compile().as_text().count("__gpu$xla.gpu.ptx") == 1

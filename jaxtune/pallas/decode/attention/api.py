@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import ordered as sums
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.attention import ordered
 from jaxtune.pallas.decode.attention import mosaic, reference, triton
 
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
@@ -106,6 +108,11 @@ def decode_attention(
     check.number("soft_cap", soft_cap, above=0, optional=True)
     if sinks is not None:
         check.array("sinks", sinks, "heads", FLOATS)
+    if sums.is_exact():
+        options = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        return ordered.cached(query[:, None], keys, values, jnp.asarray(lengths, jnp.int32)[:, None] - 1, **options)[
+            :, 0
+        ]
     implementation_name = dispatch.choose(
         "decode_attention", implementations(query, keys, soft_cap=soft_cap), implementation
     )

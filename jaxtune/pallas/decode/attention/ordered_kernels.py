@@ -47,10 +47,13 @@ def ordered_kernel(
     top = tl.full([GROUP], _MASKED, tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     whole = length // KEYS * KEYS
-    acc, top, total = _attend(acc, top, total, q, keys + cache, values + cache, seen, lower, 0, whole,
-                              CAPACITY, DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
-    acc, top, total = _attend(acc, top, total, q, keys + cache, values + cache, seen, lower, whole, length,
-                              CAPACITY, DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
+    k, v = keys + cache, values + cache
+    acc, top, total = _attend(
+        acc, top, total, q, k, v, seen, lower, 0, whole, CAPACITY, DIM, DIM, WIDTH, SCALE, CAP, KEYS, False
+    )
+    acc, top, total = _attend(
+        acc, top, total, q, k, v, seen, lower, whole, length, CAPACITY, DIM, DIM, WIDTH, SCALE, CAP, KEYS, True
+    )
     sink = tl.load(sinks + head * OWN + members, mask=members < OWN, other=float("-inf")) * _LOG2E
     final = tl.maximum(top, sink)
     fade = tl.exp2(top - final)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, ordered
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.decode.few_rows.cases import normal_array
 
@@ -129,6 +129,9 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
         token = looked_up(scores / temperature[:, None], likeliest, jnp.maximum(uniform, 0.0))
         token = jnp.where(uniform >= 0, token, likeliest)
     peak, token_logit = logits.max(-1), jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    if ordered.is_exact():
+        _, total = ordered.normaliser(ordered.divided(logits, logprob_temperature[:, None]))
+        return token, ordered.log_probability(logits, token, logprob_temperature), peak, total
     total = jnp.log(block_sums(logits / logprob_temperature[:, None], peak / logprob_temperature).sum(-1))
     return token, (token_logit - peak) / logprob_temperature - total, peak, total
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxtune.pallas import ordered
 from jaxtune.pallas.decode.attention.cache import as_cached, written
-from jaxtune.pallas.gated import ACTIVATIONS
+from jaxtune.pallas.gated import ACTIVATIONS, activated
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import quant_matmul
 from jaxtune.pallas.quant_matmul.fp8_few import Coded
@@ -23,7 +24,8 @@ def each_product(x, weights, loras):
 
       x: [N, in]. weights: [out_i, in] each.
     """
-    if any(lora is not None for lora in loras):
+    if ordered.is_exact() or any(lora is not None for lora in loras):
+        loras = loras or [None] * len(weights)
         return list(quant_matmul(x, weights, loras, implementation="reference"))
     return [_product(x, weight) for weight in weights]
 
@@ -49,14 +51,6 @@ def gated_product(x, gate, up, activation, loras=()):
     """
     gate, up = each_product(x, (gate, up), loras)
     return activated(gate, up, activation)
-
-
-def activated(gate, up, activation):
-    """activation(gate) * up in gate's dtype.
-
-    activation: a key of gated.ACTIVATIONS.
-    """
-    return ACTIVATIONS[activation](gate) * up
 
 
 def _of_experts(rows, matrices, choice, lora, dtype):

@@ -94,7 +94,8 @@ def product_kernel(
 
     RANK not 0: W + scale B A in place of each W. Each program multiplies its columns of x by those of A too, so every
     partial sum has its share of the adapter. x A^T is rounded to x's dtype before and after its scale, as in training;
-    so is its product with B, unless in splits or a gated product, for which the registers do not suffice.
+    so are W's product and that with B before they are added, unless in splits or a gated product, for which the
+    registers do not suffice.
 
       x: [COUNT, INNER] of 16 bits.
       first_a, first_b, second_a, second_b, third_a, third_b: [its rank, INNER] and [rows, its rank] in x's dtype; None
@@ -168,7 +169,7 @@ def product_kernel(
         if ACTIVATION:  # read at the same time
             up_b_rows = _rows_of_b(second_b, rows, ranks - RANK, SECOND_RANK)
         if SPLITS == 1 and not ACTIVATION:
-            total += _rounded(tl.dot(b_rows, inner), DTYPE)
+            total = _rounded(total, DTYPE) + _rounded(tl.dot(b_rows, inner), DTYPE)
         else:
             total = tl.dot(b_rows, inner, total)
         if ACTIVATION:

@@ -1,0 +1,125 @@
+"""Sums in one order, whatever else a program computes: the definition of "exact" (README.md), in plain JAX.
+
+Within `exact` the operations of this package give a token's numbers bits that do not depend on how many rows or tokens
+are computed, where in a row they stand, and whether a row is trained, prefilled or decoded. XLA's products and
+reductions on a CPU choose their order by shape, so these are loops over elementwise steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+_STEP = 16  # columns that are added in one step of a loop
+_exact = jax.make_user_context(False)  # part of the keys of JAX's caches of traces
+
+
+@contextlib.contextmanager
+def exact(wanted: bool = True) -> Iterator[None]:
+    """What is traced within adds up in one order; False: as usual."""
+    with _exact(wanted):
+        yield
+
+
+def is_exact() -> bool:
+    """Whether `exact` surrounds the trace."""
+    return bool(_exact.value)
+
+
+def exactly_if[**P, R](wanted: bool, function: Callable[P, R]) -> Callable[P, R]:
+    """The function, if wanted with its trace within `exact`."""
+    if not wanted:
+        return function
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        with exact(wanted):
+            return function(*arguments, **options)
+
+    return run
+
+
+@jax.custom_jvp
+def total(x: jax.Array) -> jax.Array:
+    """float32[...], the sum over the last axis: halves are added to each other, behind zeros up to a power of two."""
+    x = x.astype(jnp.float32)
+    size = 1 << max(x.shape[-1] - 1, 0).bit_length()
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x[..., 0]
+
+
+@total.defjvp
+def _total_jvp(primals, tangents):
+    return total(*primals), tangents[0].astype(jnp.float32).sum(-1)
+
+
+def contracted(left: jax.Array, right: jax.Array) -> jax.Array:
+    """float32, the sum of left * right over their last axes, which broadcast before it: one accumulator, ascending.
+
+    left, right: [..., K]; a loop multiplies and adds 16 columns a step, one after another.
+    """
+    shape = jnp.broadcast_shapes(left.shape[:-1], right.shape[:-1])
+    padding = -left.shape[-1] % _STEP
+
+    def in_steps(array):
+        array = jnp.pad(array.astype(jnp.float32), [(0, 0)] * (array.ndim - 1) + [(0, padding)])
+        return jnp.moveaxis(array.reshape(*array.shape[:-1], -1, _STEP), (-2, -1), (0, 1))
+
+    def add(so_far, columns):
+        for a, b in zip(*columns, strict=True):
+            so_far = so_far + a * b
+        return so_far, None
+
+    return jax.lax.scan(add, jnp.zeros(shape, jnp.float32), (in_steps(left), in_steps(right)))[0]
+
+
+@jax.custom_vjp
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """float32[..., out], x times the transpose of weight; its derivative is XLA's.
+
+    x: [..., in]. weight: [out, in].
+    """
+    return contracted(x[..., None, :], weight)
+
+
+def _product_bwd(operands, dout):
+    return jax.vjp(lambda x, weight: _plain_product(x, weight), *operands)[1](dout)
+
+
+def _plain_product(x, weight):
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+
+
+product.defvjp(lambda x, weight: (product(x, weight), (x, weight)), _product_bwd)
+
+
+def normaliser(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the largest score, the logarithm of the sum of exp(score - largest)), float32[...], over the last axis."""
+    top = scores.max(-1)
+    return top, jnp.log(total(jnp.exp(scores - top[..., None])))
+
+
+def divided(scores: jax.Array, temperature: float | jax.Array) -> jax.Array:
+    """Times the rounded inverse, as XLA may divide by a constant."""
+    return scores * (jnp.float32(1.0) / jnp.asarray(temperature, jnp.float32))
+
+
+def log_probability(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
+    """float32[N], of tokens int32[N] under softmax(logits / temperature), logits [N, V]."""
+    scores = divided(logits, temperature[:, None])
+    top, log_sum = normaliser(scores)
+    return (jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - top) - log_sum
+
+
+def softmax(scores: jax.Array) -> jax.Array:
+    """float32[..., K] over the last axis."""
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return weights / total(weights)[..., None]

@@ -1,0 +1,119 @@
+"""With `exact` a sampled token's log-probability has the bits that the training forward gives it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawn import draws, forget_programs
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import adapted_model, tiny_model
+
+from jaxtune import Decoder, Sampler
+from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation.differences import differences
+from jaxtune.models.generation.generate import training_logprobs
+from jaxtune.pallas import ordered
+
+pytestmark = pytest.mark.usefixtures("compiled_in_full")
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, attention_scale=0.25)
+SHAPE |= dict(initializer_range=0.2, max_position_embeddings=640)
+MOE = MoEConfig(num_experts=4, experts_per_token=2, expert_size=32, renormalize=True)
+KINDS = {
+    "dense": {},
+    "normed_heads": dict(qk_norm="head"),
+    "biases_and_a_soft_cap": dict(qkv_bias=True, attention_soft_cap=5.0, final_soft_cap=8.0),
+    "windows_and_sinks": dict(layers=(LayerSpec(window=50), LayerSpec()), attention_sinks=True),
+    "experts": dict(moe=MOE),
+    "experts_of_all": dict(moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=32, renormalize=False)),
+}
+
+
+def model_of(kind: str, dtype: str, load_in: str | None) -> Decoder:
+    model = tiny_model(dtype, **(SHAPE | KINDS[kind]))
+    return adapted_model(quantize(model, load_in) if load_in else model, r=4, lora_alpha=8)
+
+
+@pytest.mark.full
+@draws(6)
+@given(st.data())
+def test_sampler_and_training_forward_agree_in_every_bit(data):
+    forget_programs()
+    kind, dtype = data.draw(st.sampled_from([*KINDS])), data.draw(st.sampled_from(["bfloat16", "float32"]))
+    load_in = data.draw(st.sampled_from([None, "nf4"])) if kind in ("dense", "normed_heads") else None
+    lengths = data.draw(
+        st.lists(st.one_of(st.integers(1, 300), st.sampled_from([63, 64, 65, 129])), min_size=1, max_size=7)
+    )
+    draw = np.random.default_rng(data.draw(st.integers(0, 99)))
+    prompts, new = [draw.integers(0, 48, length).tolist() for length in lengths], data.draw(st.integers(1, 24))
+    settings = data.draw(
+        st.sampled_from(
+            [
+                dict(temperature=1.0),
+                dict(temperature=0.0),
+                dict(temperature=1.0, top_k=5),
+                dict(temperature=1.0, repetition_penalty=1.3),
+            ]
+        )
+    )
+    form = dict(slots=data.draw(st.sampled_from([1, 3, 4])), prefill_tokens=data.draw(st.sampled_from([2048, 100])))
+    model = model_of(kind, dtype, load_in)
+    with Sampler(model, length=400, exact=True, **form) as sampler:
+        rows = sorted(sampler.run(prompts, new, eos_token_ids=(), **settings), key=lambda row: row.index)
+    trained = training_logprobs(model, prompts, [row.ids for row in rows], new, exact=True)
+    assert [np.float32(row.logprobs).tolist() for row in rows] == [np.float32(row).tolist() for row in trained]
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_no_operation_differs(kind, exact):
+    """Of rows that are packed, prefilled and decoded; without `exact` some do, so that the comparison sees them."""
+    model = model_of(kind, "float32", None)
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(0, 48, length).tolist() for length in (90, 143, 71)]
+    with ordered.exact() if exact else contextlib.nullcontext():
+        found = list(differences(model, texts, [60, 101, 20], steps=2))
+    assert {one.phase for one in found} == {"packed", "prompts", "packed prompts", "decoding"}
+    assert {one.operation for one in found if one.phase == "decoding"} >= {"attention", "key", "stream", "next norm"}
+    assert all(one.numbers for one in found)
+    differing = [one for one in found if one.differing]
+    assert not differing if exact else differing
+
+
+def test_products_do_not_depend_on_the_number_of_rows():
+    x, weight = (jax.random.normal(jax.random.key(n), (size, 200)) for n, size in enumerate((67, 33)))
+    product = jax.jit(ordered.product)
+    whole = product(x, weight)
+    np.testing.assert_allclose(whole, np.float64(x) @ np.float64(weight).T, rtol=0, atol=1e-4)
+    for first, last in ((0, 1), (5, 8), (40, 67), (66, 67)):
+        np.testing.assert_array_equal(product(x[first:last], weight), whole[first:last])
+    np.testing.assert_array_equal(ordered.total(x), jnp.stack([ordered.total(row) for row in x]))
+
+
+@pytest.mark.parametrize("argument", [0, 1])
+def test_gradients_are_those_of_the_product(argument):
+    operands = [jax.random.normal(jax.random.key(n), (size, 24)) for n, size in enumerate((5, 7))]
+    got = jax.grad(lambda *a: jnp.sin(ordered.product(*a)).sum(), argument)(*operands)
+    want = jax.grad(lambda x, weight: jnp.sin(x @ weight.T).sum(), argument)(*operands)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    got = jax.grad(lambda x: jnp.sin(ordered.total(x)).sum())(operands[argument])
+    want = jax.grad(lambda x: jnp.sin(x.sum(-1)).sum())(operands[argument])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: tiny_model(centred_norm=True), "LayerNorm"),
+        (lambda: adapted_model(tiny_model(), r=2, use_dora=True), "layers.0.mixer.q_proj: DoRA"),
+        (lambda: adapted_model(tiny_model(), r=2, lora_dropout=0.1), "dropout of 0.1"),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_name(model, reason):
+    with pytest.raises(ValueError, match=f"Sampler: exact: .*{reason}"):
+        Sampler(model(), 1, 64, exact=True)
