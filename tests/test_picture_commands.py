@@ -63,12 +63,12 @@ def test_a_model_without_a_tower_refuses_them_by_name(tmp_path, capsys, monkeypa
 def test_a_server_reads_pictures_where_its_model_can(tmp_path):
     folder = write_model(tmp_path / "model")
     options = dict(model=str(folder), adapter=[], dtype="float32", load_in=None, max_pixels=256, remote_images=True)
-    [served] = serve._models(argparse.Namespace(**options, no_pictures=False), lambda shapes, room: None)
+    [served] = serve._models(argparse.Namespace(**options, no_pictures=False), lambda *_: None)
     reader = served.readable.pictures
     assert served.model.vision is not None and reader is not None
     assert reader.access.remote and not reader.access.files
     assert reader.processor.features(reader.processor.grid(drawn(40, 40))) == 4
-    [served] = serve._models(argparse.Namespace(**options, no_pictures=True), lambda shapes, room: None)
+    [served] = serve._models(argparse.Namespace(**options, no_pictures=True), lambda *_: None)
     assert served.model.vision is None and served.readable.pictures is None
     assert served.readable.why_no_pictures == "the server was started with --no-pictures"
 
