@@ -428,20 +428,27 @@ def rewards_of(output: Path) -> list[dict]:
     return [{name: line[name] for name in kept if name in line} for line in lines] + [{"answers": answers}]
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, pytest.param({"data": 2}, marks=pytest.mark.full)], ids=str)
-def test_two_processes_learn_from_the_rewards_of_one(mesh, recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("grpo", "{fsdp: 2}"),
+        pytest.param("grpo", "{data: 2}", marks=pytest.mark.full),
+        pytest.param("distill", "{fsdp: 2}", marks=pytest.mark.full),
+    ],
+)
+def test_two_processes_sample_what_one_does(name, mesh, recipe, tmp_path):
     """Tokens, losses, and answers to held-out rows; the first process alone calls the rewards."""
     (tmp_path / "mine.py").write_text(REWARDS)
     even = f"{tmp_path}/mine.py:even"
-    wanted = [f"objective={{name: grpo, reward_funcs: ['{even}'], num_generations: 4, max_completion_length: 6}}"]
+    own = "teacher: base" if name == "distill" else f"reward_funcs: ['{even}'], num_generations: 4"
+    wanted = [f"objective={{name: {name}, {own}, max_completion_length: 6}}"]
     wanted += ["rows_per_step=8", "steps=3", "precision=fp32", "memory.plan=keep", "adapter.lora_dropout=0"]
     wanted += [f"evaluation={{generate: ['{even}'], generate_rows: 5, temperature: 0.9, max_new_tokens: 4}}"]
     wanted += ["data.train_on=responses", "data.length=64", "export.adapter=false"]
     alone, output = tmp_path / "alone", tmp_path / "run"
     assert cli.main(["train", str(recipe), f"output={alone}", *wanted, "mesh={data: 1, fsdp: 1}"]) == 0
     (tmp_path / "callers").unlink()
-    over = [*wanted, "mesh=" + json.dumps(mesh).replace('"', "")]
-    ended = run_all(recipe, output, over, [("none", 0), ("none", 0)])
+    ended = run_all(recipe, output, [*wanted, f"mesh={mesh}"], [("none", 0), ("none", 0)])
     assert [code for code, _ in ended] == [0, 0], ended
     assert len(set((tmp_path / "callers").read_text().split())) == 1
     found, expected = rewards_of(output), rewards_of(alone)

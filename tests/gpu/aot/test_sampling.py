@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from benchmarks.shapes import SHAPES
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted
+from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.generation.structure import rounded_indices, structure_of
 from jaxtune.models.linear import GatedLora
 from jaxtune.models.lora import freeze, get_peft_model, linears
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from tests.gpu.aot.target import H200
 
@@ -135,6 +138,43 @@ def test_no_program_copies_a_cache(case):
         memory = program.memory_analysis()
         states_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
         assert memory.alias_size_in_bytes >= states_bytes, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_a_step_over_two_devices_exchanges_no_weights(load_in):
+    """Only rows and products, five times a layer, in caches that lie where they are; a prefill has two layers whole."""
+    structure, shapes = structure_and_shapes("llama-3.1-8b", 3, True, load_in)
+    mesh, slots = H200.mesh(1, 2), 32
+    by_rows = NamedSharding(mesh, partition.ROWS)
+    places = jax.tree.leaves(partition.shardings(jax.tree.unflatten(structure.treedef, list(shapes)), mesh))
+    leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(shapes, places, strict=True)]
+    division = Division.of(leaves)
+    assert division is not None
+
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_rows), tree)
+
+    def ints(*shape):
+        return placed(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+    count = 2 * slots
+    with H200.lowering(), partition.compiling(mesh):
+        states = placed(device.states_shape(structure, shapes, count, CAPACITY))
+        flags = placed(jax.ShapeDtypeStruct((count,), bool))
+        live = device.Live(ints(count), ints(count), flags)
+        rows = placed(device.empty_rows(count, 4, structure.config.vocab_size))
+        programs, kind = division.programs(False, slots), Kind(True, False, False)
+        decode = programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, flags, live, rows).compile()
+        prefill = programs.prefill.lower(structure, 256, leaves, ints(16, 256), ints(16), ints(16)).compile()
+    exchanges = re.findall(r"^.* = (.*) (?:all-gather|all-to-all)(?:-start)?\(", decode.as_text(), re.MULTILINE)
+    shapes = re.findall(r"\[([\d,]+)\]", " ".join(exchanges))
+    sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in shapes]
+    assert len(exchanges) >= 5 * 3 and max(sizes) <= count * structure.config.vocab_size
+    memory, layer = decode.memory_analysis(), 2 * 218e6 if load_in is None else 0.6 * 218e6
+    states_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states)) / 2
+    assert memory.alias_size_in_bytes >= states_bytes and memory.temp_size_in_bytes < 0.2e9
+    assert prefill.memory_analysis().temp_size_in_bytes < 2 * layer + 0.4e9
 
 
 @pytest.mark.full
