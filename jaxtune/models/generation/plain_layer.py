@@ -25,6 +25,7 @@ from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.placement import gathers
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.decode.few_rows import (
     added_norm,
     added_norm_coded,
@@ -172,9 +173,15 @@ def _rounding(linears: Sequence[Linear], x, activation: str | None = None) -> bo
     """
     if not linears or not all(_is_only_fp8(linear, x.dtype) and not stays_divided(linear) for linear in linears):
         return None
-    weights = [linear.stored_weight for linear in linears]
-    refusal = fp8_few.refusal(weights, x.dtype, len(x), activation, _adapters(linears))
-    return fp8_few.in_blocks(weights) if refusal is None else None
+    weights, loras = [linear.stored_weight for linear in linears], _adapters(linears)
+    table = {"triton": lambda: fp8_few.refusal(weights, x.dtype, len(x), activation, loras), "fp8_matmul": lambda: None}
+    return fp8_few.in_blocks(weights) if dispatch.choose("fp8_few", table, None) == "triton" else None
+
+
+def _rounded(x: jax.Array, blocks: bool, coded: Coded | None) -> Coded:
+    """x in e4m3 with scales of blocks or rows; coded: x, where another layer's norm has rounded it, maybe otherwise."""
+    same = coded is not None and (coded.scales.ndim == 2) == blocks
+    return coded if coded is not None and same else fp8_few.rounded(x, blocks)
 
 
 def _gate_and_up(feed_forward) -> list[Linear]:
@@ -202,7 +209,7 @@ def _feed_forward(feed_forward, stream: Stream, context: Context, tap: Tap) -> j
         activation = feed_forward.config.activation
         blocks = _rounding(linears, stream.x, activation)
         if blocks is not None:
-            coded = fp8_few.rounded(stream.normed, blocks) if stream.coded is None else stream.coded
+            coded = _rounded(stream.normed, blocks, stream.coded)
             weights, loras = [gate.stored_weight, up.stored_weight], _adapters(linears)
             gated = fp8_few.product(coded, weights, activation, stream.normed, loras)
             return _parts(tap("gated", gated[0]), [feed_forward.down_proj])
@@ -321,8 +328,7 @@ def _parts(x: jax.Array, linears: Sequence[Linear], coded: Coded | None = None) 
             return out[None]
     if (blocks := _rounding(linears, x)) is not None:
         weights = [linear.stored_weight for linear in linears]
-        coded = fp8_few.rounded(x, blocks) if coded is None else coded
-        return fp8_few.product(coded, weights, None, x, _adapters(linears))
+        return fp8_few.product(_rounded(x, blocks, coded), weights, None, x, _adapters(linears))
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]
 
 

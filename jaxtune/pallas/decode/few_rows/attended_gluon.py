@@ -249,6 +249,14 @@ def _seen(
 
 
 @gluon.jit
+def _in_float16(numbers):
+    """Limited to the largest number; NaN stays."""
+    numbers = numbers.to(gl.float32)
+    limited = gl.maximum(gl.minimum(numbers, 65504.0), -65504.0)
+    return gl.where(numbers == numbers, limited, numbers).to(gl.float16)
+
+
+@gluon.jit
 def _own_parts(
     partial_sums,
     q_weight,
@@ -313,9 +321,8 @@ def _own_parts(
         q_low, q_high, inverse, q_norm, q_rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE
     )
     q_low, q_high = q_low.to(DTYPE), q_high.to(DTYPE)
-    if FP8:  # float16 has no larger numbers
-        q_low = gl.maximum(gl.minimum(q_low.to(gl.float32), 65504.0), -65504.0).to(gl.float16)
-        q_high = gl.maximum(gl.minimum(q_high.to(gl.float32), 65504.0), -65504.0).to(gl.float16)
+    if FP8:
+        q_low, q_high = _in_float16(q_low), _in_float16(q_high)
     query = gl.join(q_low, q_high).permute([2, 0, 1]).reshape([128, 8])
     return gl.convert_layout(query, _RIGHT, assert_trivial=True)
 

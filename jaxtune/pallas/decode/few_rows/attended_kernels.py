@@ -21,11 +21,11 @@ def _in_log2(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def _operand(query, MULTIPLIED: tl.constexpr):
-    """A query's numbers as products read them; float16 has no larger ones."""
+    """A query's numbers as products read them; float16 has no larger ones. NaN stays."""
     if query.dtype == MULTIPLIED:
         return query
     else:
-        return tl.clamp(query.to(tl.float32), -65504.0, 65504.0).to(MULTIPLIED)
+        return tl.clamp(query.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(MULTIPLIED)
 
 
 @triton.jit
