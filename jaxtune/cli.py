@@ -79,6 +79,8 @@ def process(words: Sequence[str] = ()) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         codes.append(1)
     if codes[0] not in (0, os.EX_TEMPFAIL):  # the latter: a signal ended training, which was saved
+        if (user_code := sys.modules.get("jaxtune.train.user_code.calling")) is not None:
+            user_code.close()  # the processes of rewards and tools, with their own
         ending.end_now(codes)
     ending.leave_devices()
     sys.exit(codes[0])

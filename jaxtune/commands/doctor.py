@@ -28,6 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     common.add_numbers(parser)
     options = parser.parse_args(arguments)
     if options.model is not None:
+        if options.quick:
+            parser.error("--quick is of the checks of this machine, which --exact MODEL leaves out")
         from jaxtune.commands import exact_check
 
         return exact_check.run(options)

@@ -107,14 +107,14 @@ def normaliser(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     return top, jnp.log(total(jnp.exp(scores - top[..., None])))
 
 
-def divided(scores: jax.Array, temperature: float | jax.Array) -> jax.Array:
+def tempered(scores: jax.Array, temperature: float | jax.Array) -> jax.Array:
     """Times the rounded inverse, as XLA may divide by a constant."""
     return scores * (jnp.float32(1.0) / jnp.asarray(temperature, jnp.float32))
 
 
 def log_probability(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
     """float32[N], of tokens int32[N] under softmax(logits / temperature), logits [N, V]."""
-    scores = divided(logits, temperature[:, None])
+    scores = tempered(logits, temperature[:, None])
     top, log_sum = normaliser(scores)
     return (jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - top) - log_sum
 

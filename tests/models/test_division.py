@@ -21,6 +21,8 @@ from jaxtune.models.generation.generate import generate
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.placement import partition
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.objectives.policy import log_probs_of
 
 VOCAB = 512
 # Whose rows are whole blocks of a quantised format.
@@ -165,7 +167,12 @@ def test_generate_runs_over_divided_weights_and_what_cannot_is_refused():
     sampler = Sampler(divided, slots=1, length=64)
     division = Division.of(sampler._leaves)
     assert division is not None and division.devices == 2
-    for call in (sampler.prepare, lambda: sampler.score([1, 2, 3])):
+    for call in (
+        sampler.prepare,
+        lambda: sampler.score([1, 2, 3]),
+        lambda: sampler.load_adapter("other", "folder"),
+        lambda: Sampler(divided, slots=1, length=64, exact=True),
+    ):
         with pytest.raises(ValueError, match="the model's weights are divided over 2 devices"):
             call()
     with pytest.raises(ValueError, match="Sampler: compiles_beside: the model's weights are divided over 2 devices"):
@@ -176,6 +183,16 @@ def test_generate_runs_over_divided_weights_and_what_cannot_is_refused():
         generate(divided, prompts, 5, deterministic=True, output_logprobs=True)
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+def test_log_probabilities_of_rows_are_those_of_one_device(sizes):
+    """As a run reads them between steps."""
+    tokens = np.random.default_rng(0).integers(3, VOCAB, (6, 32)).astype(np.int32)
+    ones, places = np.ones(tokens.shape, np.int32), np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape)
+    batch = Batch(tokens, np.roll(tokens, -1, axis=1), ones.astype(np.float32), ones, places)
+    expected = log_probs_of(0.7, made("adapter"), batch)
+    np.testing.assert_allclose(log_probs_of(0.7, over(made("adapter"), *sizes), batch), expected, atol=5e-5)
+
+
 def test_weights_of_an_update_are_used():
     divided, prompts = over(made("adapter"), 1, 2), prompts_of((3, 8, 2))
     other = adapted_model(model_of(), seed=2, r=4)
@@ -183,4 +200,6 @@ def test_weights_of_an_update_are_used():
     before = list(sampler.run(prompts, 6))
     sampler.update(over(other, 1, 2))
     after = list(sampler.run(prompts, 6))
+    with pytest.raises(ValueError, match="Sampler: update: other devices divide these weights"):
+        sampler.update(other)
     assert [row.ids for row in after] == generate(other, prompts, 6) != [row.ids for row in before]

@@ -69,6 +69,23 @@ def test_sampler_and_training_forward_agree_in_every_bit(data):
     assert [np.float32(row.logprobs).tolist() for row in rows] == [np.float32(row).tolist() for row in trained]
 
 
+def test_the_likeliest_tokens_have_the_bits_of_the_tokens():
+    with Sampler(model_of("dense", "float32", None), 3, 128, exact=True) as sampler:
+        settings = dict(temperature=0.7, top_k=3, top_logprobs=3, scaled_logprobs=True)
+        numbers = [sampler.submit(list(range(1, count)), 20, seed=count, **settings) for count in (3, 9, 40)]
+        pieces = []
+        while sampler.pending:
+            pieces += sampler.step()
+        with pytest.raises(ValueError, match="Sampler: exact: score"):
+            sampler.score([1, 2, 3])
+        with pytest.raises(ValueError, match="Sampler: exact: adapters of several models"):
+            sampler.load_adapter("other", "folder")
+    assert {piece.request for piece in pieces} == set(numbers)
+    for piece in pieces:
+        for token, logprob, likeliest in zip(piece.ids, piece.logprobs, piece.top_logprobs, strict=True):
+            assert dict(likeliest)[token] == logprob
+
+
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 @pytest.mark.parametrize("exact", [True, False])
 def test_no_operation_differs(kind, exact):

@@ -21,7 +21,7 @@ from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import plain_layer
 from jaxtune.models.generation import sampler as sampler_module
 from jaxtune.models.generation.converted import Convertible, picture_bytes
-from jaxtune.models.generation.divided import DividedSampler, copy_on, devices_of
+from jaxtune.models.generation.copies import SamplerOfCopies, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.slot_plan import SlotPlan, plan_slots, prefilled_at_once, room_bytes, slots_for
@@ -247,7 +247,7 @@ def test_samplers_of_two_devices_give_the_pieces_of_one():
     graph, state = nnx.split(model)
     whole = jax.NamedSharding(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jax.P())
     model = nnx.merge(graph, jax.device_put(state, whole))
-    both = DividedSampler(model, devices_of(model), 3, lambda one: Sampler(one, slots=2, length=64))
+    both = SamplerOfCopies(model, devices_of(model), 3, lambda one: Sampler(one, slots=2, length=64))
     prompts = prompts_of(48)[:3]
     numbers = [both.submit(prompt, 6, eos_token_ids=(), top_logprobs=3) for prompt in prompts]
     pieces = []

@@ -24,7 +24,7 @@ def even(completion_ids, **columns):
 LARGEST = "sampling/sampling_logp_difference/max"
 
 
-def run_of(folder, exact, load_in=None, precision="bf16", mesh=None, **objective) -> Trainer:
+def run_of(folder, exact, load_in=None, precision="bf16", mesh=None, noise=None, **objective) -> Trainer:
     tokenizer = make_tokenizer()
     shape = dict(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, initializer_range=0.2)
     model = tiny_model("bfloat16", vocab_size=len(tokenizer), layers=(LayerSpec(),) * 2, **shape)
@@ -37,6 +37,7 @@ def run_of(folder, exact, load_in=None, precision="bf16", mesh=None, **objective
         steps=3,
         precision=precision,
         mesh=mesh,
+        neftune_noise_alpha=noise,
         rows_per_step=12,
         optim=OptimConfig(learning_rate=3e-2, weight_decay=0.0),
         objective=ObjectiveConfig("grpo", **(settings | objective)),
@@ -95,3 +96,8 @@ def test_a_device_that_does_not_keep_the_order_is_refused(tmp_path, monkeypatch)
 def test_weights_that_devices_divide_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective.exact needs whole weights"):
         run_of(tmp_path, True, mesh=MeshConfig(fsdp=2))
+
+
+def test_noise_that_the_sampler_lacks_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="neftune_noise_alpha = 5.0: with objective.exact"):
+        run_of(tmp_path, True, noise=5.0)

@@ -50,6 +50,10 @@ class Compared:
     largest: float  # absolute difference
 
 
+class NotPlainError(ValueError):
+    """A model whose operations cannot be compared one by one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Places:
     """Where in rows the documents' tokens are."""
@@ -73,7 +77,7 @@ def differences(
 ) -> Iterator[Compared]:
     """Compares every operation, layer by layer.
 
-    model: of plain layers, as plain_layer.is_plain says; ValueError for others.
+    model: of plain layers, as plain_layer.is_plain says; NotPlainError for others.
     texts: token ids of prompts with their answers; all are decoded in one batch.
     prompts: how many tokens of each are its prompt.
     steps: how many tokens of each answer are decoded.
@@ -81,7 +85,7 @@ def differences(
     """
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         if not plain_layer.is_plain(layer, spec):
-            raise ValueError(f"layer {index} is not plain: its operations cannot be compared one by one")
+            raise NotPlainError(f"layer {index} is not plain: its operations cannot be compared one by one")
     width = -(-max(map(len, texts)) // 16) * 16
     tokens = np.zeros((len(texts), width), np.int32)
     for row, text in enumerate(texts):

@@ -128,6 +128,11 @@ def generate(
     if deterministic and output_logprobs and any(each is not None for each in pictures):
         raise ValueError("generate: deterministic log-probabilities of prompts with pictures are not supported")
     if deterministic and output_logprobs:
+        if cache is not None:
+            raise ValueError(
+                f"generate: cache = {cache!r}: deterministic log-probabilities are those of training, which reads keys "
+                "and values unrounded; leave one of them out"
+            )
         partition.require_undivided(nnx.state(model), "generate: deterministic log-probabilities")
     steps = 1 if streamer is not None else _STEPS
     sampler = _sampler(model, rows, max(limits), deterministic, steps, cache=cache)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
@@ -82,6 +83,7 @@ _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 _USUAL_LENGTH = 512  # tokens of a row for which `prepare` has programs beside those of the longest
 _SHORT_PROMPT = 100  # tokens of a usual prompt that comes alone
 _IDLE_SECONDS = 0.01  # of a step in which all rows wait for programs
+_EXACT_ADAPTERS = "Sampler: exact: adapters of several models; merge one, or load it with the model"
 _GREEDY, _MOST = Kind(False, False, False), Kind(True, True, True, True, True)
 _DRAWN, _FILTERED = Kind(True, False, False), Kind(True, True, False)
 
@@ -216,7 +218,7 @@ class Sampler:
             if cache is not None:
                 raise ValueError(f"Sampler: exact: cache = {cache!r}: training reads keys and values unrounded")
             if adapters or adapter_ranks:
-                raise ValueError("Sampler: exact: adapters of several models; merge one, or load it with the model")
+                raise ValueError(_EXACT_ADAPTERS)
         self.config, self.ends = model.config, end_token_ids(model)
         self._tower = None if model.vision is None else model.vision.config
         self._base = None if has_adapter(model) else model
@@ -226,7 +228,7 @@ class Sampler:
         self._dropped: set[int] = set()  # adapters' numbers that rows still have
         for name, adapter in (adapters or {}).items():
             self._bank, self._adapters[name] = self._with_adapter(name, adapter)
-        self._cache = cache
+        self._cache, self._exact = cache, exact
         self._structure, self._leaves = flattened(with_cache(self._bank.model(), cache))
         self._division = Division.of(self._leaves)
         if self._division is not None:
@@ -355,6 +357,9 @@ class Sampler:
         """
         if self._closed:
             raise ValueError("Sampler: load_adapter after close: make a new Sampler")
+        self._require_whole("adapters")
+        if self._exact:
+            raise ValueError(_EXACT_ADAPTERS)
         bank, entry = self._with_adapter(name, adapter)
         self._use(bank)
         self._switch_if_ready()
@@ -584,6 +589,8 @@ class Sampler:
         """
         self._require_arrays("score")
         self._require_whole("score")
+        if self._exact:
+            raise ValueError("Sampler: exact: score adds up as usual: take training_logprobs(..., exact=True)")
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
         if len(tokens) > self.plan.length:
             raise ValueError(f"Sampler: the prompt of {len(tokens)} tokens: a row has {self.plan.length} positions")
@@ -699,11 +706,15 @@ class Sampler:
 
     def update(self, model: Decoder) -> None:
         """Sets the weights to those of a model with the same structure, whose arrays must not be deleted meanwhile;
-        adapters stay. Raises ValueError while requests are not done, for another structure, and for divided weights.
+        adapters stay. Raises ValueError while requests are not done, for another structure, and for weights that other
+        devices divide.
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
         self._switch()  # as nobody waits for a program
+        divisions = Division.of(jax.tree.leaves(nnx.state(model))), self._division
+        if len({None if division is None else division.mesh for division in divisions}) > 1:
+            raise ValueError("Sampler: update: other devices divide these weights: make a new Sampler")
         self._use(self._bank.over(model), only=self._structure)
         self._switch()
         self._base = None if has_adapter(model) else model
@@ -889,9 +900,10 @@ class Sampler:
 
     def _require_whole(self, what: str, asked: bool = True) -> None:
         if self._division is not None and asked:
+            count, others = self._division.devices, " of several processes" if self._division.spans_processes else ""
             raise ValueError(
-                f"Sampler: {what}: the model's weights are divided over {self._division.devices} devices, as a run "
-                "with mesh.fsdp leaves them: save the model and load it (from_pretrained)"
+                f"Sampler: {what}: the model's weights are divided over {count} devices{others}, as a run with "
+                "mesh.fsdp or several processes leaves them: save the model and load it (from_pretrained)"
             )
 
     def _bytes(self, slots: int, length: int) -> int:

@@ -577,5 +577,9 @@ def _chosen(vocab_size: int, kind: Kind, logits, seen, rows: Rows, length, unifo
     ranked = None
     if kind.ranks:
         values, tokens = jax.lax.top_k(logits, min(MOST_RANKED, vocab_size))
-        ranked = tokens, (values - peak[:, None]) / logprob_temperature[:, None] - total[:, None]
+        of_values = (values - peak[:, None]) / logprob_temperature[:, None] - total[:, None]
+        if is_exact():
+            log_probabilities = jax.vmap(log_probability, (None, 1, None), 1)
+            of_values = log_probabilities(logits, tokens, logprob_temperature)
+        ranked = tokens, of_values
     return token, logprob, ranked

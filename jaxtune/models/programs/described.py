@@ -107,7 +107,8 @@ def _joined(kind: str, *parts: bytes) -> bytes:
 
 
 class _Known:  # never instantiated; a dictionary of the module would be looked through, too
-    safe: ClassVar[dict[int, object]] = {}  # what `replaced` found to run no code of the user's, by id; kept alive
+    # What `replaced` found to run no code of the user's, by ids of the object and of the code that it runs; kept alive.
+    safe: ClassVar[dict[tuple[int, ...], object]] = {}
 
 
 def replaced(package: str) -> str | None:
@@ -121,11 +122,15 @@ def replaced(package: str) -> str | None:
             table = isinstance(item, dict) and not label.startswith("__")
             own = isinstance(item, type) and item.__module__ == name
             for held in list((item if table else vars(item)).values()) if table or own else (item,):
-                if id(held) in _Known.safe or not _is_called(type(held)):
+                if not _is_called(type(held)):
                     continue
-                if any(_is_of_user(code, package) for code in _runs(held)):
+                runs = list(_runs(held))
+                codes = [getattr(function, "__code__", function) for function in runs]
+                if (key := (id(held), *map(id, codes))) in _Known.safe:
+                    continue
+                if any(_is_of_user(function, package) for function in runs):
                     return f"{name}.{label}"
-                _Known.safe[id(held)] = held
+                _Known.safe[key] = held, codes
     return None
 
 

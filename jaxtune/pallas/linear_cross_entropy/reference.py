@@ -73,7 +73,7 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
         capped = jnp.tanh(logits / soft_cap)
         logits, slope = capped * soft_cap, logit_scale * (1.0 - capped * capped)
     if temperature != 1.0:
-        logits = ordered.divided(logits, temperature) if ordered.is_exact() else logits / temperature
+        logits = ordered.tempered(logits, temperature) if ordered.is_exact() else logits / temperature
         slope = slope / temperature
     return logits, slope
 

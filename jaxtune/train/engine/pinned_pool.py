@@ -5,6 +5,7 @@ the first step would wait.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from jaxtune.models.placement.streams import PINNED
 from jaxtune.system import timing
+
+logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 2.0**35  # a step that pins less waits for seconds
 _PIECE = 2**28
@@ -26,22 +29,23 @@ def growing(nbytes: float) -> Iterator[None]:
     if nbytes < LEAST_BYTES:
         yield
         return
-    failed = threading.Event()
-    thread = threading.Thread(target=_pin, args=(nbytes, failed), name="pinning", daemon=True)
+    ended = threading.Event()
+    thread = threading.Thread(target=_pin, args=(nbytes, ended), name="pinning", daemon=True)
     thread.start()
     try:
         yield
-    except BaseException:
-        failed.set()
-        raise
-    with timing.phase("pinning host memory"):
-        thread.join()
+        with timing.phase("pinning host memory"):
+            thread.join()
+    finally:
+        ended.set()
 
 
-def _pin(nbytes: float, failed: threading.Event) -> None:
+def _pin(nbytes: float, ended: threading.Event) -> None:
     device = jax.local_devices()[0]
     zeros, where = np.zeros(_PIECE, np.uint8), jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
     pieces: list[jax.Array] = []
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # no more can be pinned: the step will say what it lacks
-        while len(pieces) * _PIECE < nbytes and not failed.is_set():
+    try:
+        while len(pieces) * _PIECE < nbytes and not ended.is_set():
             pieces.append(jax.block_until_ready(jax.device_put(zeros, where)))
+    except Exception as error:  # no more can be pinned: the step will say what it lacks
+        logger.info("host memory was pinned up to %d bytes: %s", len(pieces) * _PIECE, error)

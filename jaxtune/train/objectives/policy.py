@@ -462,20 +462,26 @@ def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.
     return log_probs_of(temperature, without_adapter(model), batch)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_allow_excess_precision": False})
-def _row_log_probs(graph, temperature, state, batch: Batch) -> jax.Array:
-    """float32[rows, length]; compiled for each shape, graph and temperature."""
+_AS_STEPS = {"xla_allow_excess_precision": False}
+
+
+def _log_probs(graph, temperature, state, batch: Batch) -> jax.Array:
+    """float32[rows, length]"""
     model = nnx.merge(graph, state)
     forward = Forward()
     return forward.log_probs(model, forward.frozen(model, batch), batch, temperature=temperature)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+# Compiled for each shape, graph and temperature.
+_row_log_probs = jax.jit(_log_probs, static_argnums=(0, 1), compiler_options=_AS_STEPS)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=_AS_STEPS)
 def _divided_log_probs(graph, temperature, treedef, division: Division, leaves, batch: Batch) -> jax.Array:
-    """`_row_log_probs` over the devices that divide the model's arrays, each of which has some of the rows."""
+    """`_log_probs` over the devices that divide the model's arrays, each of which has some of the rows."""
 
     def local(leaves, batch):
-        return _row_log_probs(graph, temperature, jax.tree.unflatten(treedef, leaves), batch)
+        return _log_probs(graph, temperature, jax.tree.unflatten(treedef, leaves), batch)
 
     marked = division.marked(leaves)
     over = partition.divided(local, division.mesh, (partition.specs(marked), partition.ROWS), partition.ROWS)

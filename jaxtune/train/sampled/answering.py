@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, PlacedPicture
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.divided import DividedSampler, devices_of
+from jaxtune.models.generation.copies import SamplerOfCopies, devices_of
 from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.requests import Constraint, Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
@@ -120,7 +120,7 @@ class Sampling:
 
     def sampler(
         self, model: Decoder, prompts: Sequence[Sequence[int]], turns: bool = False
-    ) -> Sampler | DividedSampler:
+    ) -> Sampler | SamplerOfCopies:
         """A sampler for answers to `prompts`, with rows for the longest prompt and answer; several devices, with copies
         of the weights or parts of them, share the answers.
 
@@ -143,11 +143,11 @@ class Sampling:
 
         if len(devices) == 1 or Division.of(jax.tree.leaves(nnx.state(model))) is not None:
             return made(model)
-        return DividedSampler(model, devices, len(prompts), made)
+        return SamplerOfCopies(model, devices, len(prompts), made)
 
     def submit(
         self,
-        sampler: Sampler | DividedSampler,
+        sampler: Sampler | SamplerOfCopies,
         ids: Sequence[int],
         new: int,
         seed: int,
@@ -394,7 +394,7 @@ class ToolTurns:
             dialogues.append(_Dialogue(SampledTurns(ids, messages, sampled=[]), seed, prompt.columns, environment))
         return dialogues
 
-    def _submitted(self, sampler: Sampler | DividedSampler, dialogue: _Dialogue) -> int:
+    def _submitted(self, sampler: Sampler | SamplerOfCopies, dialogue: _Dialogue) -> int:
         """Submits the next turn, with all tokens so far as its prompt; the request's number."""
         answer, most = dialogue.answer, self.sampling.settings.max_completion_length
         dialogue.began = len(answer.ids)

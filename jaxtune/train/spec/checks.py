@@ -42,6 +42,20 @@ def require_fit_for_processes(evaluation: EvaluationConfig, optim: OptimConfig) 
         )
 
 
+def require_fit_for_exact(neftune_noise_alpha: float | None) -> None:
+    """ConfigError for what gives a token other bits in training than in sampling, whatever the model."""
+    if neftune_noise_alpha:
+        raise ConfigError(
+            f"neftune_noise_alpha = {neftune_noise_alpha}: with objective.exact training sees what was sampled, "
+            "without noise; leave one of them out"
+        )
+    if (count := processes.count()) > 1:
+        raise ConfigError(
+            f"objective.exact = true: {count} processes share the sampling, which is not in one order with training "
+            "yet; run one process"
+        )
+
+
 def require_starts_within(total_steps: int, profile: ProfileConfig, profile_steps: int, qat: QatConfig | None) -> None:
     """ValueError if profile.start or qat.start is not below the run's steps, which `epochs` leaves unknown until rows
     are read.

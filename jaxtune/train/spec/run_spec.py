@@ -96,6 +96,8 @@ def decided_objective(config: TrainConfig, user_objective: Objective | None = No
     if processes.count() > 1:
         require_same_settings(config_to_dict(config))
     checks.require_fit_for_processes(config.evaluation, config.optim)
+    if config.objective.exact:
+        checks.require_fit_for_exact(config.neftune_noise_alpha)
     if config.steps is not None:
         checks.require_starts_within(config.steps, config.profile, config.profile.steps, config.qat)
     return objective

@@ -130,7 +130,7 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
         token = jnp.where(uniform >= 0, token, likeliest)
     peak, token_logit = logits.max(-1), jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     if ordered.is_exact():
-        _, total = ordered.normaliser(ordered.divided(logits, logprob_temperature[:, None]))
+        _, total = ordered.normaliser(ordered.tempered(logits, logprob_temperature[:, None]))
         return token, ordered.log_probability(logits, token, logprob_temperature), peak, total
     total = jnp.log(block_sums(logits / logprob_temperature[:, None], peak / logprob_temperature).sum(-1))
     return token, (token_logit - peak) / logprob_temperature - total, peak, total

@@ -32,7 +32,7 @@ def copy_on(model: Decoder, device: Device) -> Decoder:
     return nnx.merge(graph, jax.tree.map(on_device, state))
 
 
-class DividedSampler:
+class SamplerOfCopies:
     """A Sampler on each device. The first `rows` rows are divided into consecutive shares; a later one goes to the
     device with the fewest pending.
 
