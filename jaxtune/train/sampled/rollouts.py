@@ -153,7 +153,7 @@ class SampledAnswers(BatchSource):
         self._old: dict[int, np.ndarray] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._rollouts: tuple[int, list[Rollout]] = (-1, [])
-        self._warned = dict.fromkeys(("masked", "mismatch"), -_PRINT_EVERY)  # {warning: the step of its last}
+        self._warned: dict[str, int] = {}  # {warning: the step of its last}
         self._news: list[str] = []
         self._returned: float | None = None  # when the batch of the latest generation's first step was ready
 
@@ -310,7 +310,8 @@ class SampledAnswers(BatchSource):
     def remarks(self, step: int, line: Mapping[str, float]) -> list[str]:
         """Warns that most answers are out of the loss, or that `exact` does not hold; each at most every ten steps."""
         warnings = {"masked": masked_lines(line), "mismatch": mismatch_lines(line, self.settings)}
-        due = [name for name, texts in warnings.items() if texts and step - self._warned[name] >= _PRINT_EVERY]
+        last = {name: self._warned.get(name, -_PRINT_EVERY) for name in warnings}
+        due = [name for name, texts in warnings.items() if texts and step - last[name] >= _PRINT_EVERY]
         self._warned |= dict.fromkeys(due, step)
         return [text for name in due for text in warnings[name]]
 
