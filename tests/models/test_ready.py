@@ -418,7 +418,7 @@ def test_a_sampler_of_shapes_prepares_what_the_loaded_model_runs(compilations, p
     slots.programs.cache_clear()
     counts, plans, settings = [], [], {"slots": 32 if load_in else 4, "prefix_bytes": 10**8}
 
-    def prepare(shapes: Decoder, room: float | None) -> None:
+    def prepare(shapes: Decoder, room: float | None, tokenizer: object) -> None:
         assert room is None, "a CPU tells no memory"
         with made(shapes, free_bytes=1e9, **settings) as sampler:
             counts.append(sampler.prepare())

@@ -761,11 +761,11 @@ def test_a_limit_ends_waits_and_code_in_the_main_thread_and_leaves_sigalrm_alone
 
 def test_code_that_keeps_the_lock_past_its_limit_is_not_taken_for_quick():
     def keeps(completions):
-        ctypes.PyDLL(None).usleep(1_300_000)
+        ctypes.PyDLL(None).usleep(1_800_000)
         return [1.0] * len(completions)
 
     with pytest.raises(RewardError, match="it ended after .* s, as C code kept Python's lock"):
-        RewardFunctions.of([keeps], timeout_seconds=0.01)(some())
+        RewardFunctions.of([keeps], timeout_seconds=0.4)(some())  # a signal before the sleep would end it
 
 
 def test_a_process_dies_with_a_killed_run(own, tmp_path):

@@ -36,6 +36,7 @@ from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
 _PACKED = 2048  # tokens of a row of several documents
 _UNORDERED = ("lse", "gate_up", "router_sums")  # residuals that are no token's own, or that only a backward reads
+_NOT_COMPARED = (*_UNORDERED, "choice")  # the latter is compared apart, where experts are chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _trained(graph, spec: LayerSpec, trainable, frozen, x, layout: PackedLayout,
         "norm": block.normed("mlp", values[MID]),
         "next norm": norm(output),
     }
-    if isinstance(feed_forward, MLP):
+    if type(feed_forward) is MLP:
         gate, up = values["gate"], values["up"]
         more["gated"] = _gated(feed_forward, gate, up)
         more["down"] = feed_forward.down(gate, up)
@@ -226,7 +227,7 @@ def _gated(feed_forward: MLP, gate: jax.Array, up: jax.Array) -> jax.Array:
 def _arranged(graph, spec: LayerSpec, trainable, frozen, x, layout: PackedLayout) -> dict[str, jax.Array]:
     """A layer's residuals, and its output, by the stack's function."""
     block: Block = nnx.merge(graph, trainable, frozen)
-    names = tuple(r.name for r in block.residuals()[1:] if r.name not in _UNORDERED and r.name != "choice")
+    names = tuple(r.name for r in block.residuals()[1:] if r.name not in _NOT_COMPARED)
     output, values, *_ = layer_forward(graph, spec, names, trainable, frozen, x, layout, None)
     return {name: values[name] for name in names} | {LAYER_OUTPUT: output}
 
@@ -283,7 +284,7 @@ def _decoded(
     results["norm"] = added_norm(at["stream"], nothing, norm.weight[...], **options)[1]
     results[LAYER_OUTPUT] = stream.x
     results["next norm"] = added_norm(at[LAYER_OUTPUT], nothing, next_weight, **options)[1]
-    assert isinstance(mixer, Attention)
+    assert type(mixer) is Attention
     keys = {name: _cached(cache, positions) for name, cache in zip(("key", "value"), state["mixer"], strict=True)}
     order = ("query, key, value", *keys, "attention", "output", "stream", "norm", "choice", "gated", "down")
     results |= keys

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.lax import optimization_barrier
 from jax.sharding import Mesh, NamedSharding
 
@@ -84,7 +85,8 @@ class Division:
 
 def share_of(model: object, rows: int) -> int:
     """How many of `rows` rows a device of a sampler has: all, unless devices divide the model's weights."""
-    division = Division.of(jax.tree.leaves(model))
+    state = nnx.state(model) if isinstance(model, nnx.Module) else model
+    division = Division.of(jax.tree.leaves(state))
     return rows if division is None else -(-rows // division.devices)
 
 

@@ -34,7 +34,7 @@ def stays_divided(linear: Linear) -> bool:
 def linears_of_step(block: Block) -> list[Linear]:
     """Those of a plain layer by whose parts a step multiplies."""
     attention, mlp = block.parts["mixer"], block.parts["mlp"]
-    assert isinstance(attention, Attention)
+    assert type(attention) is Attention
     linears = [attention.o_proj, *(getattr(attention, name) for name in attention.in_matrices)]
     if type(mlp) is MLP:
         of_mlp = [mlp.gate_up_proj] if mlp.config.fused_gate_up else [mlp.gate_proj, mlp.up_proj]

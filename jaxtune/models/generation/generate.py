@@ -194,7 +194,7 @@ def _sampler(
         model,
         _SLOTS_OF_SAME_BITS if deterministic else None,
         length,
-        most_slots=share_of(nnx.state(model), min(_bucket(len(rows), 1), _MOST_SLOTS)),
+        most_slots=share_of(model, min(_bucket(len(rows), 1), _MOST_SLOTS)),
         free_bytes=free_bytes,
         deterministic=deterministic,
         tokens_per_round=steps,

@@ -57,7 +57,7 @@ def with_cache(model: Decoder, cache: str | None) -> Decoder:
     if cache not in CACHES:
         raise ValueError(f"Sampler: cache = {cache!r}: {', '.join(map(repr, CACHES))} or None")
     model = copy_structure(model)
-    mixers = [mixer for layer in model.layers for mixer in layer.mixers.values() if isinstance(mixer, Attention)]
+    mixers = [mixer for layer in model.layers for mixer in layer.mixers.values() if type(mixer) is Attention]
     if not mixers:
         raise ValueError(f"Sampler: cache = {cache!r}: no layer of the model has keys and values")
     for mixer in mixers:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from flax import nnx
 
 from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, picture_arrays
@@ -132,7 +131,7 @@ class AnswerMetrics:
         sampler = Sampler(
             model,
             length=rows.length,
-            most_slots=min(rows.most, share_of(nnx.state(model), len(self.prompts))),
+            most_slots=min(rows.most, share_of(model, len(self.prompts))),
             most_converted=self.most_converted,
             deterministic=self.deterministic,
             prefix_bytes=None if self.deterministic else worthwhile_bytes(prompt.ids for prompt in self.prompts),

@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flax import nnx
-
 from jaxtune.conversations.picture_processors import PictureArrays, picture_arrays
 from jaxtune.conversations.pictures import PICTURE, TAG
 from jaxtune.conversations.tokenizing import Tokenizer
@@ -57,7 +55,7 @@ def exact_match(
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
     longest = max(len(question.prompt) for question in questions) + max_new_tokens
     prompts = [question.prompt for question in questions]
-    slots, prefix_bytes = share_of(nnx.state(model), min(batch_size, len(rows))), worthwhile_bytes(prompts)
+    slots, prefix_bytes = share_of(model, min(batch_size, len(rows))), worthwhile_bytes(prompts)
     sampler = Sampler(model, length=longest, most_slots=slots, prefix_bytes=prefix_bytes)
     answers = []
     seen = [PromptPictures.of(question.pictures) for question in questions]

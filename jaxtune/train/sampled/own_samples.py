@@ -213,7 +213,7 @@ class OwnSamples(BatchSource):
         sampler = Sampler(
             model,
             length=longest,
-            most_slots=min(slots, share_of(nnx.state(model), len(row_indices))),
+            most_slots=min(slots, share_of(model, len(row_indices))),
             most_converted=None if self._plan is None else self._plan.converted_layers,
         )
         rows = sampler.run(

@@ -7,6 +7,7 @@ import ctypes
 import signal
 import threading
 import time
+import types
 from collections.abc import Iterator
 
 _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 9) + 9  # nobody's
@@ -43,19 +44,30 @@ def limit(seconds: float | None) -> Iterator[None]:
     try:
         yield
     finally:
-        time_limit.is_on = False
-        time_limit.ended.set()
-        if is_main:
-            _limits.remove(time_limit)
-        else:
-            with time_limit.lock:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(time_limit.thread), None)
+        while time_limit.is_on or not time_limit.ended.is_set() or time_limit in _limits:
+            with contextlib.suppress(Over):  # a second one, while the first is on its way
+                _end(time_limit, is_main)
 
 
-def _raise_over(*_: object) -> None:
+def _end(time_limit: _Limit, is_main: bool) -> None:
+    time_limit.is_on = False
+    time_limit.ended.set()
+    if not is_main:
+        with time_limit.lock:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(time_limit.thread), None)
+    elif time_limit in _limits:
+        _limits.remove(time_limit)
+
+
+def _raise_over(_: int, frame: types.FrameType | None) -> None:
+    if frame is not None and frame.f_code in _LEAVING:  # where it would keep a limit from ending
+        return
     now_seconds = time.monotonic()
     if any(time_limit.is_on and time_limit.deadline <= now_seconds for time_limit in _limits):
         raise Over
+
+
+_LEAVING = limit.__wrapped__.__code__, contextlib._GeneratorContextManager.__exit__.__code__
 
 
 def _watch(time_limit: _Limit, is_main: bool) -> None:
