@@ -327,7 +327,7 @@ def placed_kernel(
 ):
     """One head of one new token: a query is normed, rotated and written to `query` [COUNT, HEADS, DIM]; a key, too, to
     `keys` [COUNT, KV_HEADS, CAPACITY, DIM] at its position modulo CAPACITY; a value as it is to `values`. Sums over
-    splits, and results of norm and rotation, are rounded to the caches' dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
+    splits, and results of norm and rotation, are rounded to the query's dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
 
       partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
       q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
