@@ -40,7 +40,7 @@ class Coded(NamedTuple):
     @classmethod
     def of(cls, x: jax.Array, blocks: bool) -> Coded:
         """x [N, in] as `fp8_product.rounded` rounds it. ValueError: as of `coded_types`."""
-        coded_types(*x.shape, blocks)
+        coded_types(len(x), x.shape[1], blocks)
         codes, scales = fp8_product.rounded(x, blocks)
         return cls(codes, scales.T if blocks else scales[:, 0])
 

@@ -228,7 +228,7 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
     check.array("partial_sums", partial_sums, "splits N hidden", FLOATS)
     check.array("weight", weight, "hidden", FLOATS)
     if blocks is not None:
-        coded_types(*x.shape, blocks)
+        coded_types(len(x), x.shape[1], blocks)
     warps = triton.norm_warps(x.shape[1])
 
     def compare():
