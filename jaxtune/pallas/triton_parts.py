@@ -33,6 +33,22 @@ def scale_of(largest):
 
 
 @triton.jit
+def scales_of_rows(magnitudes):
+    """The scale of each row of magnitudes; the largest is found among their bits as integers, where NaN is largest."""
+    largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    return scale_of(largest)
+
+
+@triton.jit
+def codes_of(numbers, scale, codes):
+    """Numbers over their scales, in the dtype of `codes`. A scale is normal or not finite, so multiplying by its
+    reciprocal gives a division's bits, in one instruction and not three.
+    """
+    quotient = numbers / scale if INTERPRETED else numbers * (1.0 / scale)
+    return quotient.to(codes.dtype.element_ty)
+
+
+@triton.jit
 def computed(sums):
     """The sums of a product, which has ended here. Tensor cores read operands from shared memory; without a use of the
     sums in the same step of a loop they might do so in the next, when tiles read ahead are already written over an
@@ -52,12 +68,8 @@ def rounded_row(
     """
     GROUP: tl.constexpr = BLOCK if BLOCK else WIDTH
     groups = tl.reshape(numbers, [WIDTH // GROUP, GROUP])
-    # Among the bits as integers NaN is the largest.
-    bits = tl.max(tl.abs(groups).to(tl.int32, bitcast=True), 1, keep_dims=True)
-    scale = scale_of(bits.to(tl.float32, bitcast=True))
-    # A scale is normal or not finite, so multiplying by its reciprocal gives a division's bits.
-    quotient = groups / scale if INTERPRETED else groups * (1.0 / scale)
+    scale = scales_of_rows(tl.abs(groups))
     columns = tl.arange(0, WIDTH // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(codes + row * SIZE + columns, quotient.to(codes.dtype.element_ty), mask=columns < SIZE)
+    tl.store(codes + row * SIZE + columns, codes_of(groups, scale, codes), mask=columns < SIZE)
     group = tl.arange(0, WIDTH // GROUP)[:, None]
     tl.store(scales + group * COUNT + row, scale, mask=group * GROUP < SIZE)

@@ -173,9 +173,56 @@ def test_the_check_at_first_use_misses_no_tile(kv_heads, invariant, shares, wind
         monkeypatch.setattr(jax, "jit", lambda function, **_: function)  # the interpreter runs on arrays
         assert dispatch._difference(checks[0]) is None
         [call] = calls
-        assert call["SHARES"] == shares and call["CAPACITY"] >= 4 * shares * call["STEP"]
+        assert call["SHARES"] == shares and call["CAPACITY"] >= (call["STAGES"] + 2) * shares * call["STEP"]
         monkeypatch.setattr(attended_module, "_by_kernel", with_fewer_keys)
         assert "differs from the reference" in str(dispatch._difference(checks[0]))
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_each_form_of_the_kernel_is_checked(cache_dtype, monkeypatch):
+    """With and without sinks, of one and of several splits, in each dtype; the ring of tiles is used again."""
+    checks = {}
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: checks.update({call: compare}))
+    parts, keys, values, rows, _ = attended_case(2, 1, 128, 256, 2, (3,))
+    parts, keys, values = (
+        jnp.repeat(parts, 133, 1),
+        *(jnp.repeat(a, 133, 0).astype(cache_dtype) for a in (keys, values)),
+    )
+    forms = [(None, parts), (jnp.zeros(2), parts), (None, parts[:1]), (None, parts[:1].astype(jnp.bfloat16))]
+    with interpreted(HOPPER), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attended_module, "_by_kernel", lambda *_, **__: None)
+        for sinks, sums in forms:
+            arguments = sums, keys, values, jnp.repeat(rows, 133)
+            attended(*arguments, scale=0.1, sinks=sinks, batch_invariant=False, dtype=jnp.bfloat16)
+    assert len(checks) == len(forms)
+    calls, right = [], attended_module._by_kernel
+    monkeypatch.setattr(
+        attended_module, "_by_kernel", lambda *a, **how: calls.append((a[0], a[1], how)) or right(*a, **how)
+    )
+    monkeypatch.setattr(jax, "jit", lambda function, **_: function)  # the interpreter runs on arrays
+    with interpreted(HOPPER):
+        for compare in checks.values():
+            assert dispatch._difference(compare) is None
+    for (sinks, sums), (case, cache, how) in zip(forms, calls, strict=True):
+        tile = how["tile"]
+        assert tile.warps == 1 and cache.shape[2] >= (tile.stages + 2) * tile.step
+        assert (how["masking"]["sinks"] is None) == (sinks is None) and (case.shape[0], case.dtype) == (
+            len(sums),
+            sums.dtype,
+        )
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_with_batch_invariance_no_choice_depends_on_the_number_of_rows(cache_dtype):
+    with interpreted(HOPPER):
+        for dim, capacity in [(64, 1024), (128, 1024), (128, 2304), (256, 3072)]:
+            choices = set()
+            for rows in (1, 16, 17, 33, 34, 256):
+                parts = jax.ShapeDtypeStruct((1, rows, 6 * 8 * dim), jnp.float32)
+                keys = jax.ShapeDtypeStruct((rows, 8, capacity, dim), cache_dtype)
+                refused = attended_module.refusal(parts, keys, True, jnp.bfloat16) is not None
+                choices.add((refused, attended_module._tile(parts, keys, True)))
+            assert len(choices) == 1
 
 
 def test_longer_caches_are_written_and_read_apart():
@@ -192,14 +239,15 @@ def test_longer_caches_are_written_and_read_apart():
 @given(
     group=st.integers(1, 8),
     cache_dtype=st.sampled_from([jnp.bfloat16, jnp.float8_e4m3fn]),
-    positions=st.lists(st.integers(-1, 300), min_size=1, max_size=3),
+    positions=st.lists(st.integers(-1, 600), min_size=1, max_size=3),
     everything=st.booleans(),
     splits=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
 def test_the_kernel_in_gluon(group, cache_dtype, positions, everything, splits, seed):
-    """Of drawn positions, before and beyond the cache's end; with norms, rotation, a window, a soft cap and sinks."""
-    kv_heads, capacity, dim, count = 2, 128, 128, len(positions)
+    """Of drawn positions, before and beyond the end of a cache of more tiles than are read ahead; with norms, rotation,
+    a window, a soft cap and sinks."""
+    kv_heads, capacity, dim, count = 2, 256, 128, len(positions)
     heads = group * kv_heads
     keys, values = (normal(count, kv_heads, capacity, dim, seed=seed + i).astype(cache_dtype) for i in (1, 2))
     parts = normal(splits, count, (heads + 2 * kv_heads) * dim, seed=seed + 3, dtype=jnp.float32)
@@ -209,7 +257,7 @@ def test_the_kernel_in_gluon(group, cache_dtype, positions, everything, splits, 
         angles = normal(count, dim // 2, seed=seed + 4, dtype=jnp.float32)
         table = jnp.cos(angles), jnp.sin(angles)
         norms = tuple(normal(dim, seed=seed + i).astype(jnp.bfloat16) for i in (5, 6))
-        masking |= {"window": 100, "soft_cap": 4.0, "sinks": jnp.linspace(-1, 1, heads)}
+        masking |= {"window": 200, "soft_cap": 4.0, "sinks": jnp.linspace(-1, 1, heads)}
     rounding = {"eps": 1e-6, "offset": 0.0, "float32": False}
     tile = attended_module._MANY_IN_FP8 if cache_dtype == jnp.float8_e4m3fn else attended_module._MANY_TILE
     operands = parts, keys, values, rows, table, norms

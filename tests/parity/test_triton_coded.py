@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import interpreted
 
+from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
@@ -233,6 +234,47 @@ def test_each_form_of_the_kernel_is_checked(name, monkeypatch):
         for tokens in range(1, 17):
             assert coded.refusal([weight], jnp.bfloat16, tokens) is None
     assert len(set(texts)) == len(set(texts[:1])) + len(set(texts[1:8])) + len(set(texts[8:])) == 3
+
+
+# Ranks of two weights; whether each row has its own adapter; columns; activation.
+ADAPTED = {
+    "one rank": ((16, 16), False, 1024, None),
+    "other ranks": ((1, 33), False, 1024, None),
+    "one weight without": ((0, 8), False, 1024, None),
+    "columns of another depth": ((16, 16), False, 1280, None),
+    "own adapters": ((8, 16), True, 1024, None),
+    "gated": ((8, 16), False, 1024, "silu"),
+    "gated, own adapters": ((8, 16), True, 1024, "gelu_tanh"),
+}
+
+
+@pytest.mark.parametrize("name", ["int8", "nvfp4"])
+def test_each_form_of_adapters_is_checked(name, monkeypatch):
+    """By a case of the same ranks, which reads columns in the same steps, and more of them than are in flight."""
+    checks, calls = {}, []
+    monkeypatch.setattr(coded.dispatch, "first_use", lambda op, kind, call, compare: checks.update({call: compare}))
+    with interpreted(HOPPER), jax.disable_jit():
+        run = compat.triton_graph_call
+        monkeypatch.setattr(
+            compat,
+            "triton_graph_call",
+            lambda kernel, *a, **call: calls.append((kernel.__name__, call)) or run(kernel, *a, **call),
+        )
+        for index, (ranks, own, columns, activation) in enumerate(ADAPTED.values(), 1):
+            weights = [FORMATS[name](normal(128, columns))] * 2
+            loras = [
+                LoraWeights(normal(n, columns), normal(128, n), gate=jnp.ones((3, n)) if own else None) if n else None
+                for n in ranks
+            ]
+            assert coded.refusal(weights, jnp.bfloat16, 3, activation, loras) is None
+            assert len(checks) == index
+            calls.clear()
+            assert dispatch._difference([*checks.values()][-1]) is None
+            (first, thin), (second, product) = calls
+            assert (first, second) == ("thin_kernel", "coded_kernel") and thin["GATED"] == own
+            assert thin["DEPTH"] == (512 if columns % 512 == 0 else 256)
+            assert thin["INNER"] // thin["DEPTH"] > thin["STAGES"]
+            assert (product["FIRST_RANK"], product["SECOND_RANK"]) == ranks == (thin["FIRST_RANK"], thin["SECOND_RANK"])
 
 
 # ---- assembly, which the interpreter does not run

@@ -464,3 +464,34 @@ def test_a_token_is_chosen(size, draws, masks):
     assert token[3] == (7 if not draws else want[0][3]) and token[3] < size
     if draws and not masks:
         assert (token != logits[:, :size].argmax(-1)).sum() > 15
+
+
+@pytest.mark.parametrize("cache", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_cache_has_the_dtype_of_its_queries_or_fp8(dtype, cache):
+    """In which all is rounded, which a kernel of another dtype would do once more."""
+    keys = jax.ShapeDtypeStruct((2, 1, 64, 64), cache)
+    with interpreted(HOPPER):
+        refused = triton.placed_refusal(keys, dtype)
+    rounded = dtype or cache
+    supported = rounded in (jnp.bfloat16, jnp.float16) and cache in (rounded, jnp.float8_e4m3fn)
+    assert (refused is None) == supported
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("ranks", [(16, 16), (1, 33), (0, 8)])
+def test_adapters_are_checked_by_their_own_ranks(ranks, gated, monkeypatch):
+    checks, x = {}, normal(3, 512)
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: checks.update({call: compare}))
+    monkeypatch.setattr(jax, "jit", lambda function, **_: function)  # the interpreter runs on arrays
+    weights = [normal(128, 512, seed=i, scale=0.05) for i in (1, 2)]
+    loras = [
+        LoraWeights(normal(rank, 512), normal(128, rank), gate=jnp.ones((3, rank)) if gated else None) if rank else None
+        for rank in ranks
+    ]
+    with interpreted(HOPPER):
+        products(x, weights, loras)
+        gated_product(x, *weights, "gelu_tanh", loras)
+        assert len(checks) == 2 and all(f"ranks {ranks[0]}, {ranks[1]}" in call for call in checks)
+        for compare in checks.values():
+            assert dispatch._difference(compare) is None

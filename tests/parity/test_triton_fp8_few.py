@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from near_numbers import near
 from triton_interpreter import interpreted
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.decode.few_rows import added_norm, added_norm_coded
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
@@ -161,23 +161,108 @@ def test_a_norm_is_rounded_where_it_is_made(rows, columns, splits, blocks, float
     near(coded.decode(), reference.decode(), 0.02)
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
+# Tokens; sizes of weights; columns; activation; ranks; whether each row has its own adapter.
+CHECKED = {
+    "one sum": (1, (6144,), 512, None, (), False),
+    "splits": (1, (256,), 1024, None, (), False),
+    "three weights": (16, (256, 128, 128), 768, None, (), False),
+    "a wide row": (2, (256,), 4224, None, (), False),
+    "gated": (64, (256, 256), 512, "silu", (), False),
+    "a block of rows": (100, (256, 256), 512, "gelu_tanh", (16, 16), False),
+    "two blocks of rows": (129, (256, 256), 512, "silu", (8, 0), False),
+    "odd ranks": (3, (128, 128, 128), 640, None, (1, 0, 33), False),
+    "adapters of rows": (3, (128, 256), 256, None, (8, 33), True),
+    "gated, adapters of rows": (16, (256, 256), 384, "silu", (5, 16), True),
+}
+
+
 @pytest.mark.parametrize("block", [ROW, MATRIX, TILE])
-@pytest.mark.parametrize(("tokens", "rank"), [(1, 0), (256, 16)])
-def test_the_check_at_first_use(tokens, rank, block, activation, monkeypatch):
-    checked = []
-
-    def check(op, name, call, compare):
-        checked.append(call)
-        for got, want in zip(*compare(), strict=True):
-            near(got, want, 1e-2)
-
-    monkeypatch.setattr(dispatch, "first_use", check)
-    weights = [FP8.encode(jnp.ones((256, 512), jnp.bfloat16), block)] * 2
-    loras = adapters(np.random.default_rng(0), [rank, rank], (256, 256), 512, None) if rank else []
+@pytest.mark.parametrize("case", CHECKED)
+def test_the_check_at_first_use(case, block, monkeypatch):
+    """It has the kernels' settings in the call but sizes, and more steps than are in flight."""
+    tokens, sizes, columns, activation, ranks, gated = CHECKED[case]
+    checks, runs = [], []
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: checks.append(compare))
+    weights = [FP8.encode(jnp.ones((size, columns), jnp.bfloat16), block) for size in sizes]
+    loras = adapters(np.random.default_rng(0), ranks or None, sizes, columns, tokens if gated else None)
+    x = jnp.ones((tokens, columns), jnp.bfloat16)
     with interpreted(HOPPER), jax.disable_jit():
+        run = compat.triton_graph_call
         assert fp8_few.refusal(weights, jnp.bfloat16, tokens, activation, loras) is None
-        added_norm_coded(
-            *(jnp.ones(shape, jnp.bfloat16) for shape in ((1, 256), (1, 1, 256), (256,))), block == TILE, eps=1e-5
+
+        def recorded(kernel, *arguments, **call):
+            runs.append((kernel.__name__, call))
+            return run(kernel, *arguments, **call)
+
+        monkeypatch.setattr(compat, "triton_graph_call", recorded)
+        for got, want in zip(*checks[0](), strict=True):
+            near(got, want, 1e-2)
+        checked, runs[:] = list(runs), []
+        fp8_few.product(fp8_few.rounded(x, block == TILE), weights, activation, x, loras)
+    assert checks[1:] == []
+    product = checked[-1][1]
+    assert product["INNER"] // product["DEPTH"] // product["SPLITS"] >= 2 * product["STAGES"] + 2
+    for name, call in runs:
+        same = [other for kind, other in checked if kind == name and form(other) == form(call)]
+        assert same, name
+        if name == "thin_kernel":
+            assert same[0]["INNER"] // same[0]["DEPTH"] > call["STAGES"]
+
+
+def form(call: dict) -> dict:
+    """What decides a kernel's code, but for sizes and factors."""
+    sizes = {"COUNT", "INNER", "FIRST", "SECOND", "THIRD", "SIZE", "WIDTH"}
+    words = {key: value for key, value in call.items() if key not in sizes and "SCALE" not in key}
+    if "SPLITS" in call:
+        words |= {
+            "several": call["COUNT"] > call["TOKENS"],
+            "weights": [call[n] > 0 for n in ("SECOND", "THIRD")],
+        }
+    return words
+
+
+@settings(max_examples=12, deadline=None)
+@given(columns=st.integers(1, 1000).filter(lambda n: n % 128), rows=st.integers(1, 3), seed=st.integers(0, 9))
+def test_blocks_divide_a_row(columns, rows, seed):
+    draw = np.random.default_rng(seed)
+    x, sums = drawn(draw, rows, columns), jnp.zeros((1, rows, columns), jnp.float32)
+    with interpreted(HOPPER):
+        for run in (
+            lambda: fp8_few.rounded(x, True),
+            lambda: fp8_few.Coded.of(x, True),
+            lambda: added_norm_coded(x, sums, x[0], True, eps=1e-5),
+            lambda: added_norm_coded(x, sums, x[0], True, eps=1e-5, implementation="reference"),
+        ):
+            with pytest.raises(ValueError, match=f"rows of {columns} numbers in blocks of 128"):
+                run()
+
+
+def test_adapters_need_the_rows_as_they_were():
+    weights = [FP8.encode(jnp.ones((128, 256), jnp.bfloat16), ROW)]
+    with interpreted(HOPPER):
+        coded, loras = (
+            fp8_few.rounded(jnp.ones((1, 256), jnp.bfloat16), False),
+            adapters(np.random.default_rng(0), [4], (128,), 256, None),
         )
-    assert len(checked) == 2
+        with pytest.raises(ValueError, match="unrounded"):
+            fp8_few.product(coded, weights, loras=loras)
+
+
+@pytest.mark.parametrize("blocks", [None, False, True])
+@pytest.mark.parametrize("hidden", [256, 2176])
+def test_a_norm_is_checked_with_as_many_warps(hidden, blocks, monkeypatch):
+    checks, warps = [], []
+    monkeypatch.setattr(dispatch, "first_use", lambda op, name, call, compare: checks.append(compare))
+    operands = [jnp.ones(shape, jnp.bfloat16) for shape in ((1, hidden), (1, 1, hidden), (hidden,))]
+    with interpreted(HOPPER), jax.disable_jit():
+        run = compat.triton_graph_call
+        monkeypatch.setattr(
+            compat, "triton_graph_call", lambda *a, **settings: warps.append(settings["warps"]) or run(*a, **settings)
+        )
+        if blocks is None:
+            added_norm(*operands, eps=1e-5)
+        else:
+            added_norm_coded(*operands, blocks, eps=1e-5)
+        for got, want in zip(*checks[0](), strict=True):
+            near(got, want, 1e-2)
+    assert warps == [8 if hidden > 2048 else 4] * 2

@@ -18,13 +18,12 @@ from jaxtune.pallas.formats import FP8, MXFP4, NVFP4, Stored
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.gated import ACTIVATIONS
-from jaxtune.pallas.quant_matmul import few_thin
+from jaxtune.pallas.quant_matmul import few_sizes, few_thin
 from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 from jaxtune.pallas.quant_matmul.reference import exact_product
 
 MOST_ROWS = 16  # more are multiplied faster by a decoded weight
 MOST_WEIGHTS = 3  # of a call
-_NUMBERS = {None: 0, "silu": 1, "gelu_tanh": 2}  # of activations, in the kernel
 _FEW_TOKENS = 8  # the columns that tensor cores multiply at least
 
 
@@ -110,7 +109,11 @@ def few_product(
     loras: an adapter or None for each weight, up to rank 64, not DoRA, in one kernel more; (): none.
     """
     stored = [weight for weight in weights if isinstance(weight, Stored)]
-    if len(stored) < len(weights) or len({coding(weight) for weight in stored}) > 1 or activation not in _NUMBERS:
+    if (
+        len(stored) < len(weights)
+        or len({coding(weight) for weight in stored}) > 1
+        or activation not in few_sizes.NUMBERS
+    ):
         return None
     if activation is not None and (len(stored) != 2 or stored[0].shape != stored[1].shape):
         return None
@@ -145,27 +148,27 @@ def refusal(
         shapes = ", ".join(str(weight.shape) for weight in weights)
         return f"weights {shapes}; multiples of {rows} and {depth}"
 
-    rank = few_thin.padded_rank(loras)
     if (reason := few_thin.refusal(loras)) is not None:
         return reason
 
     def compare():
         draw = np.random.default_rng(0)
-        columns = depth * (tile.stages + 2)
+        columns = few_thin.columns_of_check(loras, weights[0].shape[1], depth, tile.stages + 2)
         sizes = (2, 2) if activation else (2, 1, 3)
         small = [small_like(weight, (size * rows, columns), draw) for weight, size in zip(weights, sizes, strict=False)]
         x = jnp.asarray(draw.standard_normal((tokens, columns)), dtype)
         exact = [exact_product(x, weight) for weight in small]
-        adapters = [few_thin.small_adapter(draw, weight.shape, rank, dtype) for weight in small] if rank else []
+        adapters = few_thin.small_adapters(loras, tokens, [weight.shape[0] for weight in small], columns, dtype, 0.1)
         exact = [out + few_thin.exact(x, lora) for out, lora in zip(exact, adapters or [None] * 3, strict=False)]
         if activation is None:
             return list(_products(x, small, tile, adapters)), exact
         return [_multiplied(x, small, tile, activation, adapters)], [ACTIVATIONS[activation](exact[0]) * exact[1]]
 
     body = "one row" if tokens == 1 else f"{_tokens(tokens)} rows"  # each another form of the kernel
-    what = f"{kind}, {len(weights)} weights, {tile}, {body}, rank {rank}" + (
-        "" if activation is None else f", {activation}"
-    )
+    what = f"{kind}, {len(weights)} weights, {tile}, {body}{few_thin.text(loras)}"
+    if few_thin.padded_rank(loras):
+        what += f", {few_thin.depth_of(weights[0].shape[1])} columns of A"
+    what += "" if activation is None else f", {activation}"
     return dispatch.first_use("quant_matmul", "triton, codes", what, compare)
 
 
@@ -228,7 +231,7 @@ def _multiplied(
         FIRST=sizes[0],
         SECOND=sizes[1],
         THIRD=sizes[2],
-        ACTIVATION=_NUMBERS[activation],
+        ACTIVATION=few_sizes.NUMBERS[activation],
         FORMAT=getattr(coded_kernels, kind.name),
         DIVIDES=int(kind.divides),
         STRIDE=kind.stride,

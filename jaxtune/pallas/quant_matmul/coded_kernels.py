@@ -256,7 +256,8 @@ def coded_kernel(
       DIVIDES: block scales are divided by the tensor's. STRIDE: 0: one scale (of NVFP4's tensors) for all rows.
       RANGES: of the columns, as many as warps. ROWS: of out, of a program: 16, or 8 with ACTIVATION, or multiples; it
       divides the weights'.
-      RANK: not 0: plus thin [COUNT, weights x RANK] times first_b^T, second_b^T, third_b^T, [rows, its rank], rounded.
+      RANK: not 0: plus thin [COUNT, weights x RANK] times first_b^T, second_b^T, third_b^T, [rows, its rank]; both are
+      rounded first, as in training with decoded weights.
     """
     DTYPE: gl.constexpr = x.dtype.element_ty
     ALL: gl.constexpr = 2 * ROWS if ACTIVATION else ROWS  # rows of weights; the second half of them is up's
@@ -377,11 +378,13 @@ def coded_kernel(
     if RANK > 0:
         WIDE: gl.constexpr = RANK * (1 + (SECOND > 0) + (THIRD > 0))
         out_row = target - begin + first_row
+        result = result.to(DTYPE).to(gl.float32)
         result += _adapted(thin, b, rank, out_row, token, of_thin, COUNT, RANK, WIDE)
     if ACTIVATION:
         up = _added(sums, ROWS, ROWS, ALL, RANGES, END)
         if RANK > 0:
             rank_of_up = 0 * begin + SECOND_RANK
+            up = up.to(DTYPE).to(gl.float32)
             up += _adapted(thin, second_b, rank_of_up, out_row, token, of_thin + RANK, COUNT, RANK, WIDE)
         up = up.to(DTYPE).to(gl.float32)
         result = _activated_in_steps(result.to(DTYPE).to(gl.float32), ACTIVATION, DTYPE) * up

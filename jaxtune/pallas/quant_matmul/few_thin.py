@@ -1,5 +1,5 @@
 """x A^T of the adapters of one to three linears that share a few rows x, by one Triton kernel: what `coded` and
-`fp8_few` multiply by B in the kernels of their products.
+`fp8_few` multiply by B in the kernels of their products. And what all products of few rows need to know of adapters.
 """
 
 from __future__ import annotations
@@ -11,17 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.quant_matmul.few_sizes import padded
 from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 
 MOST_RANK = 64
 _TILE = 16  # rows of x, and ranks, of a program
+_STAGES = 4  # steps of the kernel in flight
 _MOST_WEIGHTS = 3
 
 
 def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
-    """The next power of two of the largest rank, at least 16; 0 without adapters."""
+    """RANK of kernels: the next power of two of the largest rank, at least 16; 0 without adapters."""
     most = max((lora.a.shape[0] for lora in loras if lora is not None), default=0)
-    return max(_TILE, 1 << (most - 1).bit_length()) if most else 0
+    return padded(most) if most else 0
+
+
+def text(loras: Sequence[LoraWeights | None]) -> str:
+    """Such as ", adapters of ranks 16, 8, 0", or "": calls with the same description share a check at first use."""
+    if not padded_rank(loras):
+        return ""
+    ranks = ", ".join(str(0 if lora is None else lora.a.shape[0]) for lora in loras)
+    gated = ", gated" if any(lora is not None and lora.gate is not None for lora in loras) else ""
+    return f", adapters of ranks {ranks}{gated}"
 
 
 def refusal(loras: Sequence[LoraWeights | None]) -> str | None:
@@ -32,10 +43,24 @@ def refusal(loras: Sequence[LoraWeights | None]) -> str | None:
     return f"adapters of rank {rank}; up to {MOST_RANK}" if rank > MOST_RANK else None
 
 
-def small_adapter(draw: np.random.Generator, shape: tuple[int, ...], rank: int, dtype) -> LoraWeights:
-    """A random adapter of a weight [out, in], for checks."""
-    a, b = (jnp.asarray(0.05 * draw.standard_normal(size), dtype) for size in ((rank, shape[1]), (shape[0], rank)))
-    return LoraWeights(a, b, scale=0.5)
+def small_adapters(
+    loras: Sequence[LoraWeights | None], rows: int, sizes: Sequence[int], columns: int, dtype, factor: float = 1.0
+) -> list[LoraWeights | None]:
+    """Random adapters for checks, of the same ranks: of weights [size, columns], A times `factor`. Those with a gate
+    have one of `rows` rows, half of it 0, and a row of no adapter.
+    """
+    draw = np.random.default_rng(1)
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(draw.standard_normal(shape), dtype)
+
+    def small(lora: LoraWeights, size: int) -> LoraWeights:
+        rank, gate = lora.a.shape[0], None
+        if lora.gate is not None:
+            gate = jnp.maximum(normal(rows, rank, dtype=jnp.float32), 0).at[1:2].set(0)
+        return LoraWeights(factor * normal(rank, columns), 0.1 * normal(size, rank), scale=0.5, gate=gate)
+
+    return [lora and small(lora, size) for lora, size in zip(loras, sizes, strict=False)]
 
 
 def exact(x: jax.Array, lora: LoraWeights | None) -> jax.Array | float:
@@ -43,7 +68,38 @@ def exact(x: jax.Array, lora: LoraWeights | None) -> jax.Array | float:
     if lora is None:
         return 0.0
     multiply = dispatch.exactly(lambda one, other: one.astype(jnp.float32) @ other.astype(jnp.float32).T)
-    return multiply(lora.scale * multiply(x, lora.a), lora.b)
+    return multiply(multiply(x, lora.a) * (lora.scale if lora.gate is None else lora.gate), lora.b)
+
+
+def depth_of(inner: int) -> int:
+    """Columns of a step of the kernel, of x [N, inner], a multiple of 128."""
+    return next(depth for depth in (512, 256, 128) if inner % depth == 0)
+
+
+def columns_of_check(loras: Sequence[LoraWeights | None], inner: int, multiple: int, steps: int) -> int:
+    """Columns of a check of products of x [N, inner]: `steps` times `multiple`, which divides inner; with adapters
+    more, so that the kernel's steps are as deep and more than are in flight.
+    """
+    if not padded_rank(loras):
+        return steps * multiple
+    depth = depth_of(inner)
+    while steps * multiple < (_STAGES + 2) * depth or depth_of(steps * multiple) != depth:
+        steps += 1
+    return steps * multiple
+
+
+def gates_of(loras: Sequence[LoraWeights | None], count: int) -> list[jax.Array]:
+    """Three arrays float32[count, rank], the factors of the adapters' columns; [] if no adapter has a gate."""
+    if all(lora is None or lora.gate is None for lora in loras):
+        return []
+    gates: list[jax.Array | None] = [None] * _MOST_WEIGHTS
+    for index, lora in enumerate(loras):
+        if lora is not None:
+            rank = lora.a.shape[0]
+            gate = jnp.float32(lora.scale) if lora.gate is None else lora.gate.reshape(-1, rank).astype(jnp.float32)
+            gates[index] = jnp.broadcast_to(gate, (count, rank))
+    some = next(gate for gate in gates if gate is not None)
+    return [some if gate is None else gate for gate in gates]
 
 
 def arrays_of(x: jax.Array, loras: Sequence[LoraWeights | None]) -> tuple[list[jax.Array], dict]:
@@ -71,19 +127,12 @@ def thin(x: jax.Array, loras: Sequence[LoraWeights | None]) -> jax.Array:
     from jaxtune.pallas.quant_matmul import few_thin_kernels
 
     (count, inner), rank = x.shape, padded_rank(loras)
-    arrays, gates, settings = [], [], {}
-    gated = any(lora is not None and lora.gate is not None for lora in loras)
+    arrays, gates, settings = [], gates_of(loras, count), {}
     for name, lora in zip(("first", "second", "third"), (*loras, None, None), strict=False):
         arrays.append(x if lora is None else lora.a.astype(x.dtype))
         settings[f"{name.upper()}_RANK"] = 0 if lora is None else lora.a.shape[0]
         settings[f"{name.upper()}_SCALE"] = 1.0 if lora is None else float(lora.scale)
-        if gated and lora is not None:
-            gate = jnp.float32(lora.scale) if lora.gate is None else lora.gate.astype(jnp.float32)
-            gate = gate.reshape(-1, lora.a.shape[0]) if gate.ndim else gate
-            gates.append(jnp.broadcast_to(gate, (count, lora.a.shape[0])))
-        elif gated:
-            gates.append(jnp.zeros((1, 1), jnp.float32))
-        else:
+        if not gates:
             settings[f"{name}_gate"] = None
     (out,) = compat.triton_graph_call(
         few_thin_kernels.thin_kernel,
@@ -91,15 +140,15 @@ def thin(x: jax.Array, loras: Sequence[LoraWeights | None]) -> jax.Array:
         [jax.ShapeDtypeStruct((count, len(loras) * rank), x.dtype)],
         (-(-count // _TILE), len(loras) * rank // _TILE),
         warps=4,
-        stages=4,
+        stages=_STAGES,
         COUNT=count,
         INNER=inner,
         RANK=rank,
         WIDTH=len(loras) * rank,
         TILE=_TILE,
-        DEPTH=next(depth for depth in (512, 256, 128) if inner % depth == 0),
-        STAGES=4,
-        GATED=int(gated),
+        DEPTH=depth_of(inner),
+        STAGES=_STAGES,
+        GATED=int(bool(gates)),
         **settings,
     )
     return out

@@ -18,17 +18,16 @@ import numpy as np
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.formats import FP8, Stored
-from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE, Block
+from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.gated import ACTIVATIONS
-from jaxtune.pallas.quant_matmul import few_thin, fp8_product
+from jaxtune.pallas.quant_matmul import few_sizes, few_thin, fp8_product
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
 
 MOST_ROWS = 256
 _MOST_WEIGHTS = 3
 _MOST_COLUMNS = 16384  # of a row, which one program rounds
-_NUMBERS = {None: 0, "silu": 1, "gelu_tanh": 2}  # of activations, in the kernel
-_ENOUGH = 96  # programs that occupy a Hopper GPU well enough: fewer splits are less to add
+_MOST_OF_FOUR_WARPS = 4096  # columns that four warps round; eight round more
 _ROWS, _DEPTH = 64, 128  # of the weights, and columns, of a step that decide the splits
 
 
@@ -40,7 +39,8 @@ class Coded(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array, blocks: bool) -> Coded:
-        """x [N, in] as `fp8_product.rounded` rounds it."""
+        """x [N, in] as `fp8_product.rounded` rounds it. ValueError: as of `coded_types`."""
+        coded_types(len(x), x.shape[1], blocks)
         codes, scales = fp8_product.rounded(x, blocks)
         return cls(codes, scales.T if blocks else scales[:, 0])
 
@@ -78,8 +78,7 @@ def splits_of(weights: Sequence[jax.Array | Stored], activation: str | None) -> 
     if activation is not None:
         return 1
     steps, programs = weights[0].shape[1] // _DEPTH, sum(weight.shape[0] for weight in weights) // _ROWS
-    fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
-    return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
+    return few_sizes.fewest_splits(steps, programs)
 
 
 def in_blocks(weights: Sequence[jax.Array | Stored]) -> bool | None:
@@ -108,44 +107,62 @@ def refusal(
         names = ", ".join(type(weight).__name__ for weight in weights)
         return f"{tokens} rows in {jnp.dtype(dtype).name}, weights {names}; 1 to {MOST_ROWS} in bfloat16, FP8 of a kind"
     same = {weight.shape for weight in weights}
-    if activation is not None and (activation not in _NUMBERS or len(weights) != 2 or len(same) > 1):
+    if activation is not None and (activation not in few_sizes.NUMBERS or len(weights) != 2 or len(same) > 1):
         return f"activation {activation} of {len(weights)} weights"
     multiple, columns = 128 if blocks or activation else _ROWS, weights[0].shape[1]
     if any(weight.shape[0] % multiple for weight in weights) or columns % _DEPTH or columns > _MOST_COLUMNS:
         shapes = ", ".join(str(weight.shape) for weight in weights)
         return f"weights {shapes}; multiples of {multiple} and {_DEPTH}, up to {_MOST_COLUMNS} columns"
     stored = [weight for weight in weights if isinstance(weight, FP8)]
-    rank = few_thin.padded_rank(loras)
-    return few_thin.refusal(loras) or _first_use(stored[0].block, blocks, tokens, activation, rank)
+    return few_thin.refusal(loras) or _first_use(stored, tokens, activation, loras)
 
 
-def _first_use(block: Block, blocks: bool, tokens: int, activation: str | None, rank: int) -> str | None:
-    tile = tile_of(tokens, activation, blocks or rank > 0)
+def _first_use(
+    stored: Sequence[FP8], tokens: int, activation: str | None, loras: Sequence[LoraWeights | None]
+) -> str | None:
+    """The case has as many weights, splits and blocks of rows of x, and more steps than are in flight."""
+    block, columns, splits = stored[0].block, stored[0].shape[1], splits_of(stored, activation)
+    blocks = block == TILE
+    tile = tile_of(tokens, activation, blocks or bool(few_thin.padded_rank(loras)))
+    several, warps = tokens > tile.tokens, _rounding_warps(columns)
 
     def compare():
         draw = np.random.default_rng(0)
-        columns, count = _DEPTH * (2 * tile.stages + 2), tile.tokens - tile.tokens // 4
-        x = jnp.asarray(draw.standard_normal((count, columns)), jnp.bfloat16)
-        sizes = (256, 256) if activation else (128, 256, 128)
+        inner = few_thin.columns_of_check(loras, columns, _DEPTH * splits, 2 * tile.stages + 2)
+        count = tile.tokens * (2 if several else 1) - tile.tokens // 4
+        x = jnp.asarray(draw.standard_normal((count, inner)), jnp.bfloat16)
+        sizes = (256, 256) if activation else (128, 256, 128)[: len(stored)]
         small = [
-            FP8.encode(jnp.asarray(0.05 * draw.standard_normal((size, columns)), jnp.bfloat16), block) for size in sizes
+            FP8.encode(jnp.asarray(0.05 * draw.standard_normal((size, inner)), jnp.bfloat16), block) for size in sizes
         ]
-        rounded_x = rounded(x, blocks)
-        loras = [few_thin.small_adapter(draw, weight.shape, rank, x.dtype) for weight in small] if rank else []
-        out = product(rounded_x, small, activation, x, loras)
-        wide, expected = rounded_x.decode(), Coded.of(x, blocks).decode()
+        adapters = few_thin.small_adapters(loras, count, sizes, inner, x.dtype, 0.1)
+        rows = jnp.asarray(draw.standard_normal((3, _MOST_OF_FOUR_WARPS + BLOCK if warps > 4 else 5 * BLOCK)), x.dtype)
+        rounded_x, rounded_rows = rounded(x, blocks), rounded(rows, blocks)
+        out = _product(rounded_x, small, activation, x, adapters, splits)
+        wide = rounded_x.decode()
         exact = [dispatch.exactly(jnp.matmul)(wide, weight.decode(jnp.float32).T) for weight in small]
-        exact = [out + few_thin.exact(x, lora) for out, lora in zip(exact, loras or [None] * 3, strict=False)]
+        exact = [out + few_thin.exact(x, lora) for out, lora in zip(exact, adapters or [None] * 3, strict=False)]
         if activation is not None:
             exact = [ACTIVATIONS[activation](exact[0]) * exact[1]]
-        return [wide, out.sum(0)], [expected, jnp.concatenate(exact, axis=1)]
+        return [wide, rounded_rows.decode(), out.astype(jnp.float32).sum(0)], [
+            *(Coded.of(array, blocks).decode() for array in (x, rows)),
+            jnp.concatenate(exact, axis=1),
+        ]
 
-    what = f"scales of {block}, {tile}, rank {rank}" + ("" if activation is None else f", {activation}")
-    return dispatch.first_use("fp8_few", "triton", what, compare)
+    what = f"scales of {block}, {len(stored)} weights, {splits} splits, {tile}{', several' if several else ''}"
+    what += f", rows rounded by {warps} warps{few_thin.text(loras)}"
+    what += f", {few_thin.depth_of(columns)} columns of A" if few_thin.padded_rank(loras) else ""
+    return dispatch.first_use("fp8_few", "triton", what + ("" if activation is None else f", {activation}"), compare)
+
+
+def _rounding_warps(columns: int) -> int:
+    return 8 if columns > _MOST_OF_FOUR_WARPS else 4
 
 
 def rounded(x: jax.Array, blocks: bool) -> Coded:
-    """x [N, in] of 16 bits in e4m3, by one kernel, to the bits of fp8_product.rounded."""
+    """x [N, in] of 16 bits in e4m3, by one kernel, to the bits of fp8_product.rounded. ValueError: as of
+    `coded_types`.
+    """
     from jaxtune.pallas.quant_matmul import fp8_few_kernels
 
     count, size = x.shape
@@ -154,7 +171,7 @@ def rounded(x: jax.Array, blocks: bool) -> Coded:
         (x,),
         coded_types(count, size, blocks),
         (count,),
-        warps=8 if size > 4096 else 4,
+        warps=_rounding_warps(size),
         stages=1,
         COUNT=count,
         SIZE=size,
@@ -165,7 +182,9 @@ def rounded(x: jax.Array, blocks: bool) -> Coded:
 
 
 def coded_types(count: int, size: int, blocks: bool) -> list[jax.ShapeDtypeStruct]:
-    """Of a Coded of `count` rows of `size` numbers."""
+    """Of a Coded of `count` rows of `size` numbers. ValueError if blocks do not divide a row."""
+    if blocks and size % BLOCK:
+        raise ValueError(f"rows of {size} numbers in blocks of {BLOCK}")
     scales = (size // BLOCK, count) if blocks else (count,)
     return [jax.ShapeDtypeStruct((count, size), jnp.float8_e4m3fn), jax.ShapeDtypeStruct(scales, jnp.float32)]
 
@@ -181,16 +200,29 @@ def product(
     is one; with an activation activation(x gate^T) * (x up^T), [1, N, out]. Only if `refusal` is None.
 
     weights: up to three [out_i, in]; (gate, up).
-    unrounded: x [N, in], which the adapters multiply. loras: an adapter or None for each weight; (): none.
+    unrounded: x [N, in], which the adapters multiply: ValueError without it. loras: an adapter or None for each weight;
+    (): none.
     """
+    return _product(x, weights, activation, unrounded, loras, splits_of(weights, activation))
+
+
+def _product(
+    x: Coded,
+    weights: Sequence[jax.Array | Stored],
+    activation: str | None,
+    unrounded: jax.Array | None,
+    loras: Sequence[LoraWeights | None],
+    splits: int,
+) -> jax.Array:
+    """`product` in so many splits."""
     from jaxtune.pallas.quant_matmul import fp8_few_kernels
 
     blocks, (count, inner), padding = bool(in_blocks(weights)), x.codes.shape, _MOST_WEIGHTS - len(weights)
     stored = [weight for weight in weights if isinstance(weight, FP8)]
-    tile, splits = (
-        tile_of(count, activation, blocks or bool(few_thin.padded_rank(loras))),
-        splits_of(weights, activation),
-    )
+    rank = few_thin.padded_rank(loras)
+    if rank and unrounded is None:
+        raise ValueError("fp8_few.product: adapters multiply rows that are not rounded: unrounded is None")
+    tile = tile_of(count, activation, blocks or rank > 0)
     codes = [weight.codes for weight in stored]
     scales = [weight.scales.astype(jnp.float32) for weight in stored]
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
@@ -210,7 +242,7 @@ def product(
         THIRD=sizes[2],
         STRIDE=int(stored[0].block != MATRIX),
         BLOCK=BLOCK if blocks else 0,
-        ACTIVATION=_NUMBERS[activation],
+        ACTIVATION=few_sizes.NUMBERS[activation],
         ROWS=tile.rows,
         DEPTH=_DEPTH,
         TOKENS=tile.tokens,

@@ -66,7 +66,8 @@ def few_product_kernel(
       BLOCK: codes along INNER that share a scale, equal to DEPTH, and the rows of W that do; 0: rows do.
       INNER: a multiple of DEPTH (columns of a step) * SPLITS. STAGES: steps in flight.
       ROWS, TOKENS: rows of W, and of x (a power of two of at least 16), of a program.
-      RANK: not 0: plus thin [COUNT, weights x RANK] times first_b^T, second_b^T, third_b^T, [rows, its rank], rounded.
+      RANK: not 0: plus thin [COUNT, weights x RANK] times first_b^T, second_b^T, third_b^T, [rows, its rank], rounded;
+        the sum is rounded once, as in training's kernels.
     """
     DTYPE: tl.constexpr = tl.bfloat16
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD

@@ -3,14 +3,7 @@
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.triton_parts import INTERPRETED, scale_of
-
-
-@triton.jit
-def _scale_of(magnitudes):
-    """The scale of each row of magnitudes; the largest is found among their bits as integers, where NaN is largest."""
-    largest = tl.max(magnitudes.to(tl.int32, bitcast=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
-    return scale_of(largest)
+from jaxtune.pallas.triton_parts import codes_of, scales_of_rows
 
 
 @triton.jit
@@ -20,15 +13,6 @@ def _sources(rows, tokens, ROWS: tl.constexpr, SOURCES: tl.constexpr, GATHERED: 
         rows = tl.load(tokens + rows, mask=rows < ROWS, other=SOURCES)
         return rows.to(tl.int64), rows < SOURCES
     return rows.to(tl.int64), rows < ROWS
-
-
-@triton.jit
-def _code(number, scale, codes):
-    """Codes of numbers over their scales. A scale is normal or not finite, so multiplying by its reciprocal gives a
-    division's bits, in one instruction and not three.
-    """
-    quotient = number / scale if INTERPRETED else number * (1.0 / scale)
-    return quotient.to(codes.dtype.element_ty)
 
 
 @triton.jit
@@ -110,13 +94,13 @@ def to_fp8_rows_kernel(
                 number *= tl.load(offsets, mask=mask, other=0.0, eviction_policy="evict_last")
             wide = wide + (number,)
             largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
-        scale = _scale_of(largest)
+        scale = scales_of_rows(largest)
         real = rows < ROWS
         tl.store(scales + rows, scale, mask=real)
         targets = codes + rows.to(tl.int64) * TOTAL + numbers
         for index in tl.static_range(len(PIECES)):
             mask = _mask(real, numbers, PIECES[index][3], WIDTH)
-            tl.store(targets + PIECES[index][2], _code(wide[index], scale, codes), mask=mask)
+            tl.store(targets + PIECES[index][2], codes_of(wide[index], scale, codes), mask=mask)
         rows += BLOCK
 
 
@@ -151,10 +135,10 @@ def _round_blocks(
         block = first + step * BLOCK + tl.arange(0, BLOCK)[:, None]
         column, row = block % tl.cdiv(SIZE, 128) * 128, block // tl.cdiv(SIZE, 128)
         number = tl.cast(pieces[step], tl.float32)
-        scale = _scale_of(tl.abs(number))
+        scale = scales_of_rows(tl.abs(number))
         tl.store(scales + (PLACE + column) // 128 * ROWS + row, scale, mask=row < ROWS)
         targets = codes + row.to(tl.int64) * TOTAL + (PLACE + column) + numbers
-        tl.store(targets, _code(number, scale, codes), mask=row < ROWS)
+        tl.store(targets, codes_of(number, scale, codes), mask=row < ROWS)
 
 
 @triton.jit

@@ -192,18 +192,21 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("capability", GPUS[-3:])
 @pytest.mark.parametrize(("dim", "rows", "capacity"), [(64, 64, 768), (128, 1, 768), (128, 64, 768), (128, 64, 3072)])
 def test_attention_over_a_cache_in_fp8_fits(dim, rows, capacity, capability, tmp_path):
-    """Products are in float16, to which one instruction converts codes; long caches of many rows take one kernel. Many
-    rows' moves no code between lanes."""
+    """Products are in float16, to which one instruction converts codes; in Gluon long caches of many rows take one
+    kernel, which moves no code between lanes."""
     parts, positions = array(2, rows, 6 * KV_HEADS * dim, dtype=jnp.float32), array(rows, dtype=jnp.int32)
     keys, table = array(rows, KV_HEADS, capacity, dim, dtype=jnp.float8_e4m3fn), (array(rows, dim // 2),) * 2
     with dispatch.compile_for(capability), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, dtype=jnp.bfloat16, batch_invariant=False)
         out, *caches = jax.eval_shape(run, parts, keys, keys, positions, table)
-    [call] = calls
     in_gluon = capability == (9, 0) and dim == 128 and rows == 64
+    if capacity > 1024 and not in_gluon:
+        assert dispatch.record["attended"][0] == "apart"
+        return
+    [call] = calls
     assert call[0].__name__ == ("many_kernel" if in_gluon else "attended_kernel") and out.dtype == jnp.bfloat16
     assert all(cache.dtype == keys.dtype for cache in caches)
     compiled = compile_call(call, capability, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4
-from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.quant_matmul import LoraWeights, few_product
 from tests.gpu.aot.triton_compiler import SHARED_MEMORY_KB, compile_call, recorded_calls
@@ -19,6 +19,7 @@ from tests.gpu.aot.triton_compiler import SHARED_MEMORY_KB, compile_call, record
 HOPPER = (9, 0)
 FORMATS = {
     "fp8 rows": lambda array: FP8.encode(array, ROW),
+    "fp8 matrix": lambda array: FP8.encode(array, MATRIX),
     "fp8 tiles": lambda array: FP8.encode(array, TILE),
     "int8": Int8.encode,
     "nvfp4": NVFP4.encode,
@@ -27,17 +28,21 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("rank", [16, pytest.param(64, marks=pytest.mark.full)])
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize(("tokens", "gated"), [(1, False), (16, False), (16, True)])
 @pytest.mark.parametrize("sizes", [(4096, 1024, 1024), (14336, 14336)], ids=["few", "gated"])
 @pytest.mark.parametrize("name", ["fp8 rows", "nvfp4", pytest.param("int8", marks=pytest.mark.full)])
-def test_adapters_are_one_kernel_more(name, sizes, tokens, rank, tmp_path):
-    """x A^T of all weights; the product with B is in that with the codes, before the activation."""
+def test_adapters_are_one_kernel_more(name, sizes, tokens, gated, rank, tmp_path):
+    """x A^T of all weights; the product with B is in that with the codes, before the activation. gated: each row has
+    its own, beside the other activation."""
     x = jax.ShapeDtypeStruct((tokens, 4096), jnp.bfloat16)
-    activation = "silu" if len(sizes) == 2 else None
+    activation = ("gelu_tanh" if gated else "silu") if len(sizes) == 2 else None
     with dispatch.compile_for(HOPPER), recorded_calls() as calls:
         weights = [jax.eval_shape(FORMATS[name], jax.ShapeDtypeStruct((size, 4096), jnp.bfloat16)) for size in sizes]
         shapes = [((rank, 4096), (size, rank)) for size in sizes]
-        loras = [LoraWeights(*(jax.ShapeDtypeStruct(side, jnp.float32) for side in sides)) for sides in shapes]
+        gate = jax.ShapeDtypeStruct((tokens, rank), jnp.float32) if gated else None
+        loras = [
+            LoraWeights(*(jax.ShapeDtypeStruct(side, jnp.float32) for side in sides), gate=gate) for sides in shapes
+        ]
         run = functools.partial(few_product, activation=activation)
         out = jax.eval_shape(lambda x, weights, loras: run(x, weights, loras=loras), x, weights, loras)
     assert out.shape == (tokens, sizes[0] if activation else sum(sizes))

@@ -19,8 +19,8 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.few_rows import reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
-from jaxtune.pallas.quant_matmul import LoraWeights
-from jaxtune.pallas.quant_matmul.fp8_few import Coded
+from jaxtune.pallas.quant_matmul import LoraWeights, few_sizes, few_thin
+from jaxtune.pallas.quant_matmul.fp8_few import Coded, coded_types
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
@@ -55,30 +55,6 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
             check.array(f"loras[{index}].gate", lora.gate, f"... r_{index}", FLOATS)
 
 
-def _adapters_text(loras: Sequence[LoraWeights | None]) -> str:
-    """Such as ", adapters of rank 16", or "": calls with the same description share a check at first use."""
-    rank = triton.padded_rank(loras)
-    gated = ", gated" if any(lora is not None and lora.gate is not None for lora in loras) else ""
-    return f", adapters of rank {rank}{gated}" if rank else ""
-
-
-def _small_adapters(
-    loras: Sequence[LoraWeights | None], rows: int, sizes: Sequence[int], columns: int, dtype
-) -> list[LoraWeights | None]:
-    return [
-        lora
-        and LoraWeights(
-            normal_array(7, lora.a.shape[0], columns, dtype=dtype),
-            0.1 * normal_array(8, size, lora.a.shape[0], dtype=dtype),
-            scale=lora.scale,
-            gate=None
-            if lora.gate is None
-            else jnp.maximum(normal_array(9, rows, lora.a.shape[0], dtype=jnp.float32), 0),
-        )
-        for lora, size in zip(loras, sizes, strict=False)
-    ]
-
-
 def products(
     x: jax.Array,
     weights: Sequence[jax.Array],
@@ -109,17 +85,20 @@ def products(
     tile = triton.product_tile(x, weights, loras)
 
     def compare():
-        rows, columns = triton.padded(len(x)), 2048 + x.shape[1] % 128
+        rows, columns = few_sizes.padded(len(x)), 2048 + x.shape[1] % 128
         sizes = tile.rows, 2 * tile.rows, tile.rows
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
         operands = normal_array(0, rows, columns, dtype=x.dtype), weights
-        operands = *operands, _small_adapters([*loras, None, None][:3] if loras else [], rows, sizes, columns, x.dtype)
+        operands = (
+            *operands,
+            few_thin.small_adapters([*loras, None, None][:3] if loras else [], rows, sizes, columns, x.dtype),
+        )
         return [jax.jit(triton.products)(*operands).sum(0)], [
             dispatch.exactly(reference.products)(*in_float32(operands))[0]
         ]
 
     def first_use():
-        call = f"{x.dtype}, {triton.padded(len(x))} rows{_adapters_text(loras)}, {tile}"
+        call = f"{x.dtype}, {few_sizes.padded(len(x))} rows{few_thin.text(loras)}, {tile}"
         return dispatch.first_use("products", "triton", call, compare)
 
     most = triton.most_rows(weights, loras)
@@ -156,7 +135,7 @@ def gated_product(
     check.array("up", up, "out in", x.dtype)
     _check_adapters(check, loras, ("out", "out"))
 
-    rows = triton.padded(len(x))
+    rows = few_sizes.padded(len(x))
     # By the rows of the weights the tile is chosen.
     size, columns = (128, 2048) if loras else (gate.shape[0], 512)
     tile = triton.gated_tile(size)
@@ -166,7 +145,7 @@ def gated_product(
             normal_array(0, rows, columns, dtype=x.dtype),
             *(0.02 * normal_array(i, size, columns, dtype=x.dtype) for i in (1, 2)),
         )
-        adapters = jax.tree.map(lambda array: 0.1 * array, _small_adapters(loras, rows, (128, 128), columns, x.dtype))
+        adapters = few_thin.small_adapters(loras, rows, (128, 128), columns, x.dtype, 0.1)
         kernel, plain = (
             lambda x, gate, up, loras, module=module: module.gated_product(x, gate, up, activation, loras)
             for module in (triton, reference)
@@ -174,7 +153,7 @@ def gated_product(
         return [jax.jit(kernel)(*operands, adapters)], [dispatch.exactly(plain)(*in_float32((*operands, adapters)))]
 
     def first_use():
-        call = f"{x.dtype}, {activation}, {rows} rows{_adapters_text(loras)}, {tile}"
+        call = f"{x.dtype}, {activation}, {rows} rows{few_thin.text(loras)}, {tile}"
         return dispatch.first_use("gated_product", "triton", call, compare)
 
     def refusal():
@@ -237,7 +216,8 @@ def added_norm_coded(
 ) -> tuple[jax.Array, jax.Array, Coded]:
     """`added_norm`, and the norm rounded to e4m3 as FP8 products round it, in the same kernel.
 
-    blocks: each 128 numbers have a scale, not each row; hidden is a multiple of 128 then. Others: as in `added_norm`.
+    blocks: each 128 numbers have a scale, not each row; ValueError if hidden is no multiple of 128 then. Others: as in
+    `added_norm`.
     """
     return _added_norm(x, partial_sums, weight, blocks, implementation, eps=eps, offset=offset, float32=float32)
 
@@ -247,12 +227,16 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
     check.array("x", x, "N hidden", FLOATS)
     check.array("partial_sums", partial_sums, "splits N hidden", FLOATS)
     check.array("weight", weight, "hidden", FLOATS)
+    if blocks is not None:
+        coded_types(len(x), x.shape[1], blocks)
+    warps = triton.norm_warps(x.shape[1])
 
     def compare():
+        size = 768 if warps == triton.norm_warps(768) else 2176
         operands = (
-            normal_array(0, 5, 768, dtype=x.dtype),
-            normal_array(1, 3, 5, 768, dtype=jnp.float32),
-            normal_array(2, 768, dtype=x.dtype),
+            normal_array(0, 5, size, dtype=x.dtype),
+            normal_array(1, 3, 5, size, dtype=jnp.float32),
+            normal_array(2, size, dtype=x.dtype),
         )
         added, normed, *coded = jax.jit(triton.added_norm, static_argnums=3, static_argnames=[*options])(
             *operands, blocks, **options
@@ -264,7 +248,7 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
 
     def first_use():
         rounds = "" if blocks is None else ", in blocks" if blocks else ", in rows"
-        return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}{rounds}", compare)
+        return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}{rounds}, {warps} warps", compare)
 
     def refusal():
         return triton.added_norm_refusal(x)

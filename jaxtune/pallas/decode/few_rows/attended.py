@@ -67,8 +67,8 @@ def attended(
         it is large.
       dtype: in which everything is rounded before it is cached; None: the caches'.
       implementation: "triton" (one kernel; caches of 16 bits, or of float8_e4m3fn from compute capability 8.9, of at
-        most 1,024 keys, or 3,072 with a large N, 16 bits in Gluon then; D of 64, 128, 256 or 512), "apart" (`placed`
-        and decode_attention), or None: the first that supports the call.
+        most 1,024 keys, or in Gluon 3,072 with a large N; D of 64, 128, 256 or 512), "apart" (`placed` and
+        decode_attention), or None: the first that supports the call.
       partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
       keys, values: caches [N, kv_heads, capacity, D], rings. positions: int32[N]; negative: no token.
       table: (cos, sin) float32[N, D / 2], or None: no rotation. norms: two weights [D], or None: no norms.
@@ -95,9 +95,7 @@ def attended(
 
     def first_use():
         tile = _tile(partial_sums, keys, batch_invariant)
-        return _first_use(
-            partial_sums, keys, dtype, table, norms, window, soft_cap, rounding, tile, _shares(keys, tile)
-        )
+        return _first_use(partial_sums, keys, dtype, table, norms, masking, rounding, tile, _shares(keys, tile))
 
     reasons = {"triton": lambda: reason or first_use()}
     implementation_name = dispatch.choose("attended", reasons | {"apart": lambda: None}, implementation)
@@ -122,8 +120,7 @@ def refusal(partial_sums, keys, batch_invariant: bool, dtype=None) -> str | None
     if reason is not None:
         return reason
     kv_heads, capacity, dim = keys.shape[1:]
-    long_rows = _in_fp8(keys) and len(keys) * kv_heads > 2 * _MULTIPROCESSORS and capacity <= _MANY_CAPACITY
-    if capacity > WHOLE and not (long_rows or _by_single_warps(partial_sums, keys, batch_invariant)):
+    if capacity > WHOLE and not _by_single_warps(partial_sums, keys, batch_invariant):
         return f"a cache of {capacity} keys; up to {WHOLE}"
     if dim not in WHOLE_TILES:
         return f"head dim {dim}; {', '.join(map(str, WHOLE_TILES))}"
@@ -185,27 +182,29 @@ def _shares(keys, tile: Tile) -> int:
 
 
 def _first_use(
-    partial_sums, keys, dtype, table, norms, window, soft_cap, rounding: dict, tile: Tile, shares: int
+    partial_sums, keys, dtype, table, norms, call_masking: dict, rounding: dict, tile: Tile, shares: int
 ) -> str | None:
     """The case has rows without a token, rows that end within and at the end of a tile, and rows longer than the cache;
-    each program that shares a head has four tiles, more than it reads ahead; a window begins within a tile.
+    each program that shares a head has two tiles more than it reads ahead; a window begins within a tile.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
     group = partial_sums.shape[2] // dim // kv_heads - 2
-
+    window, soft_cap, has_sinks = call_masking["window"], call_masking["soft_cap"], call_masking["sinks"] is not None
+    splits = min(2, len(partial_sums))
     of_query = dtype if _in_fp8(keys) else None  # e4m3 rounds by more than the check allows
 
     def compare():
-        capacity = max(128, 4 * shares * tile.step)
+        capacity = max(128, (tile.stages + 2) * shares * tile.step)
         rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
         count = len(rows)
         caches = [normal_array(i, count, 2, capacity, dim, dtype=keys.dtype) for i in (1, 2)]
         angles = normal_array(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        operands = normal_array(0, 2, count, 2 * (group + 2) * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        sums = normal_array(0, splits, count, 2 * (group + 2) * dim, dtype=partial_sums.dtype)
+        operands = sums, *caches, rows, tables, weights
         masking = dict(scale=dim**-0.5, window=window and capacity - 28, soft_cap=soft_cap)
-        masking["sinks"] = jnp.linspace(-1, 1, 2 * group)
+        masking["sinks"] = jnp.linspace(-1, 1, 2 * group) if has_sinks else None
 
         def reference_run(partial_sums, keys, values, positions, table, norms):
             query, keys, values = reference.placed(
@@ -225,6 +224,7 @@ def _first_use(
 
     call = f"{dtype}, {keys.dtype} cache, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}"
     call += f", {table is not None}, {norms is not None}, {window is not None}, {soft_cap is not None}"
+    call += f", {has_sinks}, {splits} splits in {partial_sums.dtype}"
     return dispatch.first_use("attended", "triton", call, compare)
 
 

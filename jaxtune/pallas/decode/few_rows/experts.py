@@ -11,10 +11,11 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.decode.few_rows import experts_triton, reference, triton
+from jaxtune.pallas.decode.few_rows import experts_triton, reference
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.gated import ACTIVATIONS
 from jaxtune.pallas.grouped_matmul import GroupedLora
+from jaxtune.pallas.quant_matmul import few_sizes
 
 _IMPLEMENTATIONS = {"triton": experts_triton, "reference": reference}
 _CASE = 256  # the hidden size of the case on which kernels are compared with the reference; experts have half of it
@@ -44,7 +45,7 @@ def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> Grou
 
 
 def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None) -> str:
-    text = f"{dtype}, {triton.padded(count)} rows, {choices} of {len(weight)} experts"
+    text = f"{dtype}, {few_sizes.padded(count)} rows, {choices} of {len(weight)} experts"
     return text if lora is None else f"{text}, adapters of rank {lora.a.shape[1]}"
 
 
@@ -53,7 +54,7 @@ def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora 
 
     def compare():
         experts = len(gate_up)
-        rows, choice, weights = _case(triton.padded(len(x)), choices, experts, x.dtype)
+        rows, choice, weights = _case(few_sizes.padded(len(x)), choices, experts, x.dtype)
         matrices = 0.1 * normal_array(2, experts, _CASE, _CASE, dtype=x.dtype)
         operands = rows, matrices, jax.tree.map(lambda side: 0.3 * side, _case_adapters(lora, matrices, x.dtype))
         kernel, exact = (
@@ -75,7 +76,7 @@ def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | Non
 
     def compare():
         experts = len(down)
-        rows, choice, _ = _case(triton.padded(count), choices, experts, dtype)
+        rows, choice, _ = _case(few_sizes.padded(count), choices, experts, dtype)
         rows = jnp.repeat(rows[:, : _CASE // 2], choices, axis=0)
         matrices = normal_array(2, experts, 3 * tile.rows, _CASE // 2, dtype=dtype)
         operands = rows, matrices, _case_adapters(lora, matrices, dtype)

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat
-from jaxtune.pallas.decode.few_rows.triton import ACTIVATIONS, MOST_RANK, Tile, padded, rows_refusal
+from jaxtune.pallas.decode.few_rows.triton import Tile, rows_refusal
 from jaxtune.pallas.grouped_matmul import GroupedLora
+from jaxtune.pallas.quant_matmul.few_sizes import NUMBERS, padded
+from jaxtune.pallas.quant_matmul.few_thin import MOST_RANK
 
 MOST_CHOICES = 16  # experts of a token, because a program loads the choices of all tokens at once
 # Tokens multiplied at once: fewer spare nothing, because the matrix's bytes take longer; sums of more do not fit the
@@ -29,7 +31,7 @@ def gated_refusal(x, gate_up, experts_per_token: int, activation: str, lora: Gro
     x: [N, hidden]. gate_up: [E, 2 * inner, hidden]. activation: a key of gated.ACTIVATIONS.
     lora: adapters of gate and up, or None.
     """
-    if activation not in ACTIVATIONS:
+    if activation not in NUMBERS:
         return f"activation {activation}"
     return _refusal(len(x), x.dtype, gate_up, experts_per_token, gate_up.shape[1] // 2, lora)
 
@@ -143,7 +145,7 @@ def experts_gated(x, gate_up, choice, weights, activation, lora):
     """
     slot_count = slots(choice, len(gate_up))
     tile = _with(lora, _GATED, slot_count)
-    return multiplied(x, gate_up, choice, weights, tile, slot_count, ACTIVATIONS[activation], lora)
+    return multiplied(x, gate_up, choice, weights, tile, slot_count, NUMBERS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):

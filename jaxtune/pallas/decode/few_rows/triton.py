@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.quant_matmul.few_sizes import ENOUGH, NUMBERS, fewest_splits, padded
+from jaxtune.pallas.quant_matmul.few_thin import MOST_RANK, gates_of, padded_rank
 from jaxtune.pallas.quant_matmul.fp8_few import BLOCK, Coded, coded_types
 
 # The most rows of x that a product may have: with more it is bound by multiplications, and XLA's is the right choice.
@@ -24,14 +26,11 @@ MOST_ROWS = 128
 # The most rows of a product of several weights, which XLA multiplies apart and concatenates, or of a small one, whose
 # columns XLA divides, to add up the sums in a kernel of its own; and the most numbers of a small weight.
 MOST_ROWS_OF_OTHERS, _SMALL = 256, 6144 * 4096
-MOST_RANK = 64  # of an adapter: with a larger one the kernels' sums do not fit the registers
 _MOST_GATED = 64 * MOST_RANK  # rows times rank of a gated product with adapters' gates: more spill
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # the numbers of the kernels for activations
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _SHARED_BYTES = 227 * 1024  # of a program's shared memory on Hopper
 _MULTIPROCESSORS = 132  # multiprocessors of a Hopper GPU
 _BLOCK = 2048  # numbers of gate and up that a program of `activated` reads
-_ENOUGH = 96  # programs that occupy them well enough: fewer splits are less to add
 # Up to so many rows of x, a product of at least so many programs is as fast undivided, if it is read far enough ahead.
 _UNDIVIDED_ROWS, _UNDIVIDED = 32, 64
 
@@ -65,19 +64,6 @@ _ADAPTED = Tile(128, 64, 8, 6)
 _SHALLOW = Tile(64, 64, 4, 6)
 # From so many columns on an odd number of 64s has kernels. XLA multiplies fewer as fast, and nearer to training.
 _ODD_COLUMNS = 512
-
-
-def padded(rows: int) -> int:
-    """Rows of x that the tensor cores multiply, TOKENS: the next power of two, at least 16. Further rows are 0, not
-    stored.
-    """
-    return max(16, 1 << (rows - 1).bit_length())
-
-
-def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
-    """RANK: the next power of two of the largest rank, at least 16; 0 without adapters."""
-    most = max((lora.a.shape[0] for lora in loras if lora is not None), default=0)
-    return padded(most) if most else 0
 
 
 def most_rows(weights: Sequence, loras: Sequence) -> int:
@@ -137,18 +123,6 @@ def _undivided(count: int, loras: Sequence[LoraWeights | None], programs: int) -
     return count <= _UNDIVIDED_ROWS and programs >= _UNDIVIDED and not padded_rank(loras)
 
 
-def _splits(inner: int, programs: int) -> int:
-    """Splits of a product that may be divided, 1 to 8: the fewest that occupy the multiprocessors, else the most, of
-    those that are equal and have two steps of columns or more.
-
-      inner: summed columns.
-      programs: tiles of the weights' rows.
-    """
-    steps = inner // _depth(inner)
-    fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
-    return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
-
-
 def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
     """Splits (1, 2, 4 or 8) of a product that XLA multiplies: the fewest with which tiles of 128 x 128 occupy a Hopper
     GPU. XLA would divide it alike, but add the partial sums in a kernel of its own. 1 for several weights or with
@@ -162,7 +136,7 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
         return 1
     tiles = -(-len(x) // 128) * -(-weights[0].shape[0] // 128)
     fitting = [n for n in (1, 2, 4, 8) if x.shape[1] % (n * _PLAIN.depth) == 0] or [1]
-    return next((n for n in fitting if n * tiles >= _ENOUGH), fitting[-1])
+    return next((n for n in fitting if n * tiles >= ENOUGH), fitting[-1])
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
@@ -184,7 +158,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     rank = padded_rank(loras)
     stages = _stages(tile, padded(count), 2 if activation else 1, rank) if rank else tile.stages
-    gates, adapter_arrays, settings = _gates(loras, count), [], {}
+    gates, adapter_arrays, settings = gates_of(loras, count), [], {}
     for name, lora in zip(("first", "second", "third"), (*loras, None, None, None), strict=False):
         settings[f"{name.upper()}_RANK"] = 0 if lora is None else lora.a.shape[0]
         settings[f"{name.upper()}_SCALE"] = 1.0 if lora is None else float(lora.scale)
@@ -219,20 +193,6 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     return out
 
 
-def _gates(loras: Sequence[LoraWeights | None], count: int) -> list[jax.Array]:
-    """Three arrays float32[count, rank], the factors of the adapters' columns; [] if no adapter has a gate."""
-    if all(lora is None or lora.gate is None for lora in loras):
-        return []
-    gates: list[jax.Array | None] = [None] * 3
-    for index, lora in enumerate(loras):
-        if lora is not None:
-            rank = lora.a.shape[0]
-            gate = jnp.float32(lora.scale) if lora.gate is None else lora.gate.reshape(-1, rank).astype(jnp.float32)
-            gates[index] = jnp.broadcast_to(gate, (count, rank))
-    some = next(gate for gate in gates if gate is not None)
-    return [some if gate is None else gate for gate in gates]
-
-
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
     """The sizes of a program's tile, measured for such numbers of rows and sizes of weights.
 
@@ -248,7 +208,7 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     if padded(count) > 64:
         return _PLAIN
     programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
-    most = _MULTIPROCESSORS if padded(count) == 16 else _ENOUGH - 1
+    most = _MULTIPROCESSORS if padded(count) == 16 else ENOUGH - 1
     if _undivided(count, loras, programs) and programs <= most:
         return _FAR_AHEAD
     return _AHEAD if padded(count) > 16 else _PLAIN
@@ -262,7 +222,8 @@ def products(x, weights, loras=()):
     width = sum(weight.shape[0] for weight in weights)
     tile = product_tile(x, weights, loras)
     programs = width // tile.rows * -(-len(x) // tile.tokens)
-    splits = 1 if _undivided(len(x), loras, programs) else _splits(x.shape[1], programs)
+    divided = not _undivided(len(x), loras, programs)
+    splits = fewest_splits(x.shape[1] // _depth(x.shape[1]), programs) if divided else 1
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
 
@@ -271,7 +232,7 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
 
     x: [N, in]. loras: adapters of gate and up; (): none. activation: a key of gated.ACTIVATIONS.
     """
-    if activation not in ACTIVATIONS:
+    if activation not in NUMBERS:
         return f"activation {activation}"
     rank = padded_rank(loras)
     if any(lora is not None and lora.gate is not None for lora in loras) and padded(len(x)) * rank > _MOST_GATED:
@@ -280,7 +241,7 @@ def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], act
 
 
 def gated_tile(rows: int) -> Tile:
-    return _GATED_FEW if rows % _GATED.rows or rows // _GATED.rows < _ENOUGH else _GATED
+    return _GATED_FEW if rows % _GATED.rows or rows // _GATED.rows < ENOUGH else _GATED
 
 
 def gated_product(x, gate, up, activation, loras=()):
@@ -290,7 +251,7 @@ def gated_product(x, gate, up, activation, loras=()):
     loras: adapters of gate and up, or (): none.
     """
     rows, tile = gate.shape[0], gated_tile(gate.shape[0])
-    return _multiplied(x, (gate, up), loras, tile, 1, ACTIVATIONS[activation], rows, x.dtype)[0]
+    return _multiplied(x, (gate, up), loras, tile, 1, NUMBERS[activation], rows, x.dtype)[0]
 
 
 def activated_refusal(gate, activation: str) -> str | None:
@@ -300,7 +261,7 @@ def activated_refusal(gate, activation: str) -> str | None:
         return reason
     if gate.dtype not in _DTYPES:
         return f"dtype {gate.dtype}"
-    return None if activation in ACTIVATIONS else f"activation {activation}"
+    return None if activation in NUMBERS else f"activation {activation}"
 
 
 def activated(gate, up, activation):
@@ -319,7 +280,7 @@ def activated(gate, up, activation):
         stages=1,
         BLOCK=_BLOCK,
         SIZE=gate.size,
-        ACTIVATION=ACTIVATIONS[activation],
+        ACTIVATION=NUMBERS[activation],
     )
     return out
 
@@ -332,6 +293,11 @@ def added_norm_refusal(x) -> str | None:
     if x.dtype not in _DTYPES:
         return f"dtype {x.dtype}"
     return None if x.shape[1] <= 16384 else f"{x.shape[1]} numbers; up to 16,384"
+
+
+def norm_warps(size: int) -> int:
+    """Warps of a program of `added_norm`, for rows of `size` numbers."""
+    return 8 if size > 2048 else 4
 
 
 def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
@@ -348,7 +314,7 @@ def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
         (x, partial_sums, weight),
         [*[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2, *(coded_types(count, size, bool(blocks)) if rounds else ())],
         (count,),
-        warps=8 if size > 2048 else 4,
+        warps=norm_warps(size),
         stages=1,
         COUNT=count,
         SIZE=size,
@@ -366,13 +332,16 @@ def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
 
 
 def placed_refusal(keys, dtype=None) -> str | None:
-    """Why the kernel of `placed` does not support a call, or None. dtype: of the query; None: the caches'."""
+    """Why the kernel of `placed` does not support a call, or None. dtype: of the query, the caches'
+    unless those are in FP8; None: the caches'.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
     in_fp8, capability = keys.dtype == jnp.float8_e4m3fn, dispatch.compute_capability()
-    if (dtype or keys.dtype) not in _DTYPES or not (in_fp8 or keys.dtype in _DTYPES):
-        return f"a cache of {keys.dtype}, queries in {dtype or keys.dtype}"
+    dtype = jnp.dtype(dtype or keys.dtype)
+    if dtype not in _DTYPES or not (in_fp8 or keys.dtype == dtype):
+        return f"a cache of {keys.dtype}, queries in {dtype}"
     if in_fp8 and (capability is None or capability < (8, 9)):
         return "a cache in FP8 needs compute capability 8.9"
     dim = keys.shape[3]

@@ -2,10 +2,18 @@
 compute dtype for one split; its reader adds the splits in ascending order and rounds.
 """
 
+import jax.numpy as jnp
+import numpy as np
 import triton
 import triton.language as tl
 
 from jaxtune.pallas.triton_parts import rounded_row
+
+# The numbers of gelu_tanh in bfloat16 and in float16.
+_CUBIC, _FACTOR = (
+    tl.constexpr(tuple(float(np.asarray(number, dtype)) for dtype in (jnp.bfloat16, jnp.float16)))
+    for number in (0.044715, 0.7978845608028654)
+)
 
 
 @triton.jit
@@ -24,17 +32,18 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """The activation of `gate`, float32 numbers that DTYPE can represent, each step rounded to DTYPE as XLA does in
-    training, so that tokens are sampled from the model that is trained.
+    """The activation of `gate`, float32 numbers that DTYPE (16 bits) can represent, each step rounded to DTYPE as XLA
+    does in training, so that tokens are sampled from the model that is trained.
     """
     if ACTIVATION == 1:
         share = _rounded(1.0 / _rounded(1.0 + _rounded(tl.exp(-gate), DTYPE), DTYPE), DTYPE)
         return _rounded(gate * share, DTYPE)
     else:
-        cubic = _rounded(tl.full([], 0.044715, tl.float32), DTYPE)
-        factor = _rounded(tl.full([], 0.7978845608028654, tl.float32), DTYPE)
+        # Rounded here, as Gluon makes no scalar without a layout.
+        CUBIC: tl.constexpr = _CUBIC[0] if tl.bfloat16 == DTYPE else _CUBIC[1]
+        FACTOR: tl.constexpr = _FACTOR[0] if tl.bfloat16 == DTYPE else _FACTOR[1]
         inner = _rounded(_rounded(gate * gate, DTYPE) * gate, DTYPE)
-        inner = _rounded(_rounded(gate + _rounded(inner * cubic, DTYPE), DTYPE) * factor, DTYPE)
+        inner = _rounded(_rounded(gate + _rounded(inner * CUBIC, DTYPE), DTYPE) * FACTOR, DTYPE)
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         share = _rounded(1.0 + _rounded(1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)), DTYPE), DTYPE)
         return _rounded(gate * (0.5 * share), DTYPE)
@@ -327,7 +336,7 @@ def placed_kernel(
 ):
     """One head of one new token: a query is normed, rotated and written to `query` [COUNT, HEADS, DIM]; a key, too, to
     `keys` [COUNT, KV_HEADS, CAPACITY, DIM] at its position modulo CAPACITY; a value as it is to `values`. Sums over
-    splits, and results of norm and rotation, are rounded to the caches' dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
+    splits, and results of norm and rotation, are rounded to the query's dtype. Grid: (HEADS + 2 KV_HEADS, COUNT).
 
       partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM].
       q_weight, k_weight: [DIM], if NORMS. cos, sin: float32[COUNT, DIM / 2], if ROTATES.
