@@ -137,17 +137,14 @@ def _first_use(
         ]
         adapters = few_thin.small_adapters(loras, count, sizes, inner, x.dtype, 0.1)
         rows = jnp.asarray(draw.standard_normal((3, _MOST_OF_FOUR_WARPS + BLOCK if warps > 4 else 5 * BLOCK)), x.dtype)
-        rounded_x, rounded_rows = rounded(x, blocks), rounded(rows, blocks)
-        out = _product(rounded_x, small, activation, x, adapters, splits)
-        wide = rounded_x.decode()
+        coded = Coded.of(x, blocks)
+        out, wide = _product(coded, small, activation, x, adapters, splits), coded.decode()
         exact = [dispatch.exactly(jnp.matmul)(wide, weight.decode(jnp.float32).T) for weight in small]
         exact = [out + few_thin.exact(x, lora) for out, lora in zip(exact, adapters or [None] * 3, strict=False)]
         if activation is not None:
             exact = [ACTIVATIONS[activation](exact[0]) * exact[1]]
-        return [wide, rounded_rows.decode(), out.astype(jnp.float32).sum(0)], [
-            *(Coded.of(array, blocks).decode() for array in (x, rows)),
-            jnp.concatenate(exact, axis=1),
-        ]
+        kernels = [rounded(rows, blocks).decode(), out.astype(jnp.float32).sum(0)]
+        return kernels, [Coded.of(rows, blocks).decode(), jnp.concatenate(exact, axis=1)]
 
     what = f"scales of {block}, {len(stored)} weights, {splits} splits, {tile}{', several' if several else ''}"
     what += f", rows rounded by {warps} warps{few_thin.text(loras)}"
