@@ -201,7 +201,7 @@ def test_one_compile_for_each_bucket_of_shapes(monkeypatch):
         patch.setattr(slots, "prefill", counting(prefill))
         patch.setattr(slots, "decode", counting(decode))
         compiled = slots.programs.__wrapped__(same_choices=False, many_rows=False)
-    monkeypatch.setattr(slots, "programs", lambda same_choices, many_rows: compiled)
+    monkeypatch.setattr(slots, "programs", lambda *_: compiled)
 
     def counts():
         return traces[prefill], traces[decode]

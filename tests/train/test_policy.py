@@ -554,7 +554,7 @@ def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monk
     prompts = [(3, 4)] * 20
     assert sampling.sampler(model, prompts).plan.converted_layers == 2 and sampling.most_converted is None
     assert slots_for(model, 1e12, 32, 18).converted_layers == 2
-    assert not slots_for(model, 1e12, 32, 18, deterministic=True).converted_layers
+    assert not slots_for(model, 1e12, 32, 18, converts=False).converted_layers
     for decodes in (1, 0):
         source.limit_slots(dataclasses.replace(slots_for(model, 1e12, 32, 18), converted_layers=decodes))
         plan = sampling.sampler(model, prompts).plan

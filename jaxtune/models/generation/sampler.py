@@ -966,7 +966,8 @@ class Sampler:
         capacity = length_bucket(self.plan.length if self._whole else prompt + max_new_tokens)
         size = self._size(sampling.kind, self._steps, False, capacity)
         size = dataclasses.replace(size, ends=max(next_power(end_tokens), size.ends))
-        self._ready.begin(size, *self._prefills.of_lone(prompt - 1, capacity))
+        marks = [Mark()] if sampling.kind.penalises else []
+        self._ready.begin(size, *self._prefills.of_lone(prompt - 1, capacity), *marks)
 
     def rehearse(self) -> None:
         """Runs the programs of usual rows once: the first run of a program takes longer than later ones. ValueError
