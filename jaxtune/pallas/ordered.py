@@ -19,9 +19,9 @@ _exact = jax.make_user_context(False)  # part of the keys of JAX's caches of tra
 
 
 @contextlib.contextmanager
-def exact(wanted: bool = True) -> Iterator[None]:
+def exact(enabled: bool = True) -> Iterator[None]:
     """What is traced within adds up in one order; False: as usual."""
-    with _exact(wanted):
+    with _exact(enabled):
         yield
 
 
@@ -30,14 +30,14 @@ def is_exact() -> bool:
     return bool(_exact.value)
 
 
-def exactly_if[**P, R](wanted: bool, function: Callable[P, R]) -> Callable[P, R]:
-    """The function, if wanted with its trace within `exact`."""
-    if not wanted:
+def exactly_if[**P, R](enabled: bool, function: Callable[P, R]) -> Callable[P, R]:
+    """The function, if enabled with its trace within `exact`."""
+    if not enabled:
         return function
 
     @functools.wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
-        with exact(wanted):
+        with exact(enabled):
             return function(*arguments, **options)
 
     return run

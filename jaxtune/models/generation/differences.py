@@ -117,8 +117,8 @@ def differences(
         graph, *state = nnx.split(layer, nnx.Param, ...)
         values = _trained(graph, spec, *state, x, layout, norm)
         for phase, (places, _) in arrangements.items():
-            found = runs[phase](graph, spec, *state, _gathered(x, places.cells), _layout(model, places))
-            for name, value in found.items():
+            residuals = runs[phase](graph, spec, *state, _gathered(x, places.cells), _layout(model, places))
+            for name, value in residuals.items():
                 expected = _gathered(values[name], places.cells)
                 yield _compared(phase, index, name, value, expected, jnp.asarray(places.cells >= 0))
         for step in range(steps):

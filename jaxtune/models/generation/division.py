@@ -161,16 +161,16 @@ class _Over:
         divides = self._division.divides(count)
 
         def local(states, staged, rows, slots):
-            own = self._own(slots, len(jax.tree.leaves(states)[0]))
-            rows, own = (
-                jnp.pad(array, (0, 1), constant_values=fill) for array, fill in ((rows, 0), (own, device.NEVER))
+            local_slots = self._own(slots, len(jax.tree.leaves(states)[0]))
+            rows, local_slots = (
+                jnp.pad(array, (0, 1), constant_values=fill) for array, fill in ((rows, 0), (local_slots, device.NEVER))
             )
             leaves, treedef = jax.tree.flatten(states)
             for index, array in enumerate(jax.tree.leaves(staged)):
                 if index:
                     array, leaves[index - 1] = optimization_barrier((array, leaves[index - 1]))
                 array = jax.lax.all_gather(array, _ALL, tiled=True) if divides else array
-                leaves[index] = device.insert(leaves[index], array, rows, own)
+                leaves[index] = device.insert(leaves[index], array, rows, local_slots)
             return jax.tree.unflatten(treedef, leaves)
 
         return self._run(local, (ROWS, self._rows(count), WHOLE, WHOLE), ROWS, states, staged, rows, slots)
@@ -214,8 +214,8 @@ class _Over:
 
     def _own(self, slots: jax.Array, count: int) -> jax.Array:
         """This device's numbers of slots, of `count` on each device; NEVER for those of others."""
-        own = slots - partition.row_shard_index() * count
-        return jnp.where((own >= 0) & (own < count), own, np.int32(device.NEVER))
+        local_slots = slots - partition.row_shard_index() * count
+        return jnp.where((local_slots >= 0) & (local_slots < count), local_slots, np.int32(device.NEVER))
 
 
 def _gathered(emitted: device.Emitted) -> device.Emitted:

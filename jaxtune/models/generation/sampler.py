@@ -900,9 +900,9 @@ class Sampler:
 
     def _require_whole(self, what: str, asked: bool = True) -> None:
         if self._division is not None and asked:
-            count, others = self._division.devices, " of several processes" if self._division.spans_processes else ""
+            count, of_hosts = self._division.devices, " of several processes" if self._division.spans_processes else ""
             raise ValueError(
-                f"Sampler: {what}: the model's weights are divided over {count} devices{others}, as a run with "
+                f"Sampler: {what}: the model's weights are divided over {count} devices{of_hosts}, as a run with "
                 "mesh.fsdp or several processes leaves them: save the model and load it (from_pretrained)"
             )
 

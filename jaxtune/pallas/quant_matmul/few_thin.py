@@ -98,8 +98,8 @@ def gates_of(loras: Sequence[LoraWeights | None], count: int) -> list[jax.Array]
             rank = lora.a.shape[0]
             gate = jnp.float32(lora.scale) if lora.gate is None else lora.gate.reshape(-1, rank).astype(jnp.float32)
             gates[index] = jnp.broadcast_to(gate, (count, rank))
-    some = next(gate for gate in gates if gate is not None)
-    return [some if gate is None else gate for gate in gates]
+    stand_in = next(gate for gate in gates if gate is not None)
+    return [stand_in if gate is None else gate for gate in gates]
 
 
 def arrays_of(x: jax.Array, loras: Sequence[LoraWeights | None]) -> tuple[list[jax.Array], dict]:
@@ -113,9 +113,9 @@ def arrays_of(x: jax.Array, loras: Sequence[LoraWeights | None]) -> tuple[list[j
     if not constants["RANK"]:
         return [], constants | dict.fromkeys(("thin", "first_b", "second_b", "third_b"))
     sides = [None if lora is None else lora.b.astype(x.dtype) for lora in loras]
-    some = next(side for side in sides if side is not None)
+    stand_in = next(side for side in sides if side is not None)
     sides += [None] * (_MOST_WEIGHTS - len(sides))
-    return [thin(x, loras), *(some if side is None else side for side in sides)], constants
+    return [thin(x, loras), *(stand_in if side is None else side for side in sides)], constants
 
 
 def thin(x: jax.Array, loras: Sequence[LoraWeights | None]) -> jax.Array:

@@ -52,9 +52,9 @@ def thin_kernel(
     total = tl.zeros([TILE, TILE], tl.float32)
     for step in tl.range(INNER // DEPTH, num_stages=STAGES):
         columns = step * DEPTH + tl.arange(0, DEPTH)
-        left = tl.load(x + tokens[:, None] * INNER + columns[None, :], mask=real[:, None], other=0.0)
+        x_tile = tl.load(x + tokens[:, None] * INNER + columns[None, :], mask=real[:, None], other=0.0)
         right = tl.load(a + ranks[None, :] * INNER + columns[:, None], mask=exists[None, :], other=0.0)
-        total = tl.dot(left, right, total)
+        total = tl.dot(x_tile, right, total)
     total = total.to(DTYPE).to(tl.float32)
     if GATED:
         mask = real[:, None] & exists[None, :]
@@ -62,8 +62,8 @@ def thin_kernel(
         total = tl.where(factors != 0.0, total * factors, 0.0)  # whatever the columns of other adapters give
     else:
         total *= scale
-    place = tokens[:, None] * WIDTH + begin + tl.arange(0, TILE)[None, :]
-    tl.store(out + place, total.to(DTYPE), mask=real[:, None])
+    offsets = tokens[:, None] * WIDTH + begin + tl.arange(0, TILE)[None, :]
+    tl.store(out + offsets, total.to(DTYPE), mask=real[:, None])
 
 
 @triton.jit

@@ -102,14 +102,14 @@ def few_product_kernel(
         tile = tl.load(weight + lines + columns[None, :], eviction_policy="evict_first")
         if BLOCK:
             of_tokens = tl.load(x_scales + step * COUNT + tokens, mask=real, other=0.0)
-            place = (first_row // BLOCK) * (INNER // BLOCK) + step
-            total += tl.dot(tile, x_tile) * (of_tokens * tl.load(scales + place))[None, :]
+            scale_index = (first_row // BLOCK) * (INNER // BLOCK) + step
+            total += tl.dot(tile, x_tile) * (of_tokens * tl.load(scales + scale_index))[None, :]
         else:
             total = tl.dot(tile, x_tile, total)
         if ACTIVATION:
             tile = tl.load(second + lines + columns[None, :], eviction_policy="evict_first")
             if BLOCK:
-                up += tl.dot(tile, x_tile) * (of_tokens * tl.load(second_scales + place))[None, :]
+                up += tl.dot(tile, x_tile) * (of_tokens * tl.load(second_scales + scale_index))[None, :]
             else:
                 up = tl.dot(tile, x_tile, up)
     if not BLOCK:
