@@ -92,7 +92,7 @@ def train(way: str, options, results: dict) -> dict:
         rows = trainer.engine.load_step(0)[0]
         state, sums = trainer.engine.flat(state, sums)
         frozen = Leaves.of(frozen)
-        programs, sums, frozen = trainer.engine.first_step(programs, sums, state, frozen, rows, 0, print)
+        programs, sums, frozen, rows = trainer.engine.first_step(programs, sums, state, frozen, rows, 0, print)
         compile_seconds = time.perf_counter() - begun
     results[way] = float(sums.tree.loss), jax.device_get(jax.tree.leaves(sums.tree.gradients))
 

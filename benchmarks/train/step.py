@@ -256,7 +256,7 @@ def measure(options) -> dict:
     parts = trainer.engine.load_step(0)[0]
     state, sums = trainer.engine.flat(state, sums)
     frozen = Leaves.of(frozen)
-    programs, sums, frozen = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
+    programs, sums, frozen, parts = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)
     sums = trainer.engine.flat(state.tree, trainer.engine.zero_sums(state.tree))[
         1
     ]  # the step itself is timed with the others

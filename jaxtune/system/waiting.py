@@ -110,6 +110,16 @@ def needing(future: Future) -> Iterator[None]:
         _needed.remove(future)
 
 
+class Handover[T]:
+    """A result that is taken once: the future that brings it does not keep it."""
+
+    def __init__(self, value: T):
+        self._values = [value]
+
+    def take(self) -> T:
+        return self._values.pop()
+
+
 def failed() -> BaseException | None:
     """Why something that is needed has failed."""
     done = [future for future in _needed if future.done() and not future.cancelled()]

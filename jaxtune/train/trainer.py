@@ -22,6 +22,7 @@ from jaxtune.system import host_memory, processes, shared_folders, timing
 from jaxtune.system.files import remove_temporary
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
+from jaxtune.system.waiting import Handover
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
@@ -109,7 +110,7 @@ class Trainer:
         eval_rows: Any = None,
         profile: str | Path | None = None,
         keeps_model: bool = True,
-        weights: Future[Decoder] | None = None,
+        weights: Future[Handover[Decoder]] | None = None,
         objective: Objective | None = None,
         optimizer: optax.GradientTransformation | None = None,
         schedule: optax.Schedule | None = None,

@@ -26,6 +26,7 @@ from jaxtune.models.linear import Linear, Lora, frozen
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import host_table, partition
 from jaxtune.models.registry import config_from_hf
+from jaxtune.system.waiting import Handover
 from jaxtune.train import app
 from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import (
@@ -111,7 +112,7 @@ def trainer_of(output, on_host: bool, rows=None, loads=False, model=None, **chan
     model, weights = model or hosted_model("bfloat16"), None
     if loads:
         weights = Future()
-        weights.set_result(model)
+        weights.set_result(Handover(model))
         graph, state = nnx.split(model)
         model = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))
     trainer = Trainer(model, None, config, *rows, keeps_model=False, weights=weights)

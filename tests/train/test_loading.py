@@ -33,6 +33,7 @@ from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.placement.streams import streamed_layers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.system.program_cache import use_program_cache
+from jaxtune.system.waiting import Handover
 from jaxtune.train import app
 from jaxtune.train.config import (
     AdapterConfig,
@@ -46,6 +47,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.engine.programs import Engine
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.devices import Device, find_device
 from jaxtune.train.planning.step_spec import StepSpec
@@ -102,7 +104,7 @@ def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_t
     trainer, weights = on_their_way(tmp_path, "coming", make_model, qat=qat)
     model = make_model()
     model.base_fingerprint = "0" * 64
-    weights.set_result(model)
+    weights.set_result(Handover(model))
     got = trainer.train()
     assert weights.order == ["compiled", "weights"]
     assert_same(got, want)
@@ -162,7 +164,7 @@ def test_an_error_of_the_weights_is_the_run_s_and_leaves_the_folder_to_another(t
     with pytest.raises(ValueError, match="ended 5 bytes early"):
         trainer.train()
     mended, weights = on_their_way(tmp_path, "run", lora_model, seed=1)  # another config in the same folder
-    weights.set_result(lora_model())
+    weights.set_result(Handover(lora_model()))
     mended.train()
     assert len(mended.history) == 2
 
@@ -211,37 +213,47 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     wanted = command_config(tmp_path / "model", model=ModelConfig(path=str(tmp_path / "model"), load_in=load_in))
     pretrained = Pretrained(tmp_path / "model", "float32", load_in)
     ahead = cost.abstract_model(pretrained.config, StepSpec.of(wanted).model)
-    assert shapes(ahead) == shapes(loading.adapted(pretrained.load(), wanted))
+    head = objective_of(wanted.objective).head
+    model = loading.adapted(pretrained.load(), head, wanted.model, wanted.adapter, wanted.seed)
+    assert shapes(ahead) == shapes(model)
 
 
-@pytest.mark.full
+def _first_addresses(monkeypatch) -> list[tuple[set[int], set[int]]]:
+    """Of each first step: (addresses of its arrays, addresses of all arrays that have the shape of a trained one)."""
+    seen = []
+    real = Engine.first_step
+
+    def watched(self, programs, sums, state, frozen, *arguments, **options):
+        gc.collect()
+        trained = {(array.shape, array.dtype) for array in jax.tree.leaves(state.field("trainable"))}
+        alive = [array for array in jax.live_arrays() if (array.shape, array.dtype) in trained]
+        used = jax.tree.leaves((sums, state, frozen))
+        seen.append(tuple({array.unsafe_buffer_pointer() for array in arrays} for arrays in (used, alive)))
+        return real(self, programs, sums, state, frozen, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "first_step", watched)
+    return seen
+
+
+def test_random_weights_that_train_have_no_second_copy(folder, monkeypatch):
+    random = ModelConfig(from_config=str(folder / "config.json"), tokenizer=str(folder))
+    config = command_config(folder, model=random, adapter=None, steps=1)
+    seen = _first_addresses(monkeypatch)
+    assert app.run(dataclasses.replace(config, data=dataclasses.replace(config.data, template="alpaca"))) == 0
+    ((used, alive),) = seen
+    assert alive <= used
+
+
 def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch, capsys):
     """The start values of the adapter are freed once they are copied."""
-    starts: list[weakref.ref] = []
-    real = loading.get_peft_model
-
-    def adapted(model, **settings):
-        model = real(model, **settings)
-        starts.extend(weakref.ref(linear.lora.a[...]) for _, linear in linears(model) if linear.lora is not None)
-        return model
-
-    alive: list[int] = []
-
-    first_step = Engine.first_step
-
-    def watched(self, *arguments, **options):
-        gc.collect()
-        alive.append(sum(start() is not None for start in starts))
-        return first_step(self, *arguments, **options)
-
-    monkeypatch.setattr(loading, "get_peft_model", adapted)
-    monkeypatch.setattr(Engine, "first_step", watched)
+    seen = _first_addresses(monkeypatch)
     rows = dataclasses.replace(command_config(folder).data, template="alpaca")
     config = command_config(folder, data=rows)
     assert app.run(config) == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err and r"OUT[/b]\x1b[2J/merged" in printed.out
-    assert starts and alive == [0]
+    ((used, alive),) = seen
+    assert alive <= used
     for name in ("adapter", "merged"):  # what a model was trained with travels with it
         tokenizer = load_tokenizer(Path(config.output) / name)
         assert tokenizer.chat_template == PACKAGED["alpaca"].text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -329,19 +330,22 @@ def test_the_first_process_says_which_plan_and_that_there_is_none(trainer, monke
 class Failing:
     """A compiled program that runs out of memory the first times."""
 
+    refused: ClassVar[list[list[jax.Array]]] = []  # the sums and rows of each failed call
+
     def __init__(self, program, failures):
         self.program, self.failures = program, failures
 
-    def __call__(self, *arguments):
+    def __call__(self, sums, state, frozen, rows, index):
         if self.failures:
             self.failures.pop()
+            self.refused.append([array for array in jax.tree.leaves((sums, rows)) if not array.is_deleted()])
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
-        return self.program(*arguments)
+        return self.program(sums, state, frozen, rows, index)
 
 
-def run_with_failures(tmp_path, monkeypatch, count):
+def run_with_failures(tmp_path, monkeypatch, count, steps):
     config, model = tiny_budget(tmp_path)
-    config = dataclasses.replace(config, memory=MemoryConfig())
+    config = dataclasses.replace(config, memory=MemoryConfig(), steps=steps)
     trainer = Trainer(model, None, config, dataset(documents(60)))
     compile_, failures = trainer.engine.compile, [None] * count
 
@@ -354,12 +358,16 @@ def run_with_failures(tmp_path, monkeypatch, count):
 
 
 @pytest.mark.full
-def test_out_of_memory_in_the_first_step_is_planned_again(tmp_path, monkeypatch, capsys):
-    plain = run_with_failures(tmp_path / "plain", monkeypatch, 0)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_out_of_memory_in_the_first_step_is_planned_again(steps, tmp_path, monkeypatch, capsys):
+    plain = run_with_failures(tmp_path / "plain", monkeypatch, 0, steps)
     plain.train()
-    trainer = run_with_failures(tmp_path / "failing", monkeypatch, 2)
+    trainer = run_with_failures(tmp_path / "failing", monkeypatch, 2, steps)
+    Failing.refused.clear()
     trainer.train()
     assert "the first step ran out of memory; planning again" in capsys.readouterr().err
+    assert len(Failing.refused) == 2
+    assert all(array.is_deleted() for arrays in Failing.refused for array in arrays)  # or the next plan has less room
     plans = [tuple(line["plan"]) for line in read_metrics(trainer.output / JSONL) if "plan" in line]
     assert len(set(plans)) == len(plans) == 3 and plans[-1] == tuple(trainer.planner.lines())
     np.testing.assert_allclose([h["loss"] for h in trainer.history], [h["loss"] for h in plain.history], rtol=1e-5)
@@ -420,7 +428,7 @@ def test_what_a_step_lacked_is_remembered(tmp_path, cache):
 
 @pytest.mark.full
 def test_out_of_memory_under_the_smallest_plan_is_explained(tmp_path, monkeypatch):
-    trainer = run_with_failures(tmp_path, monkeypatch, 9)
+    trainer = run_with_failures(tmp_path, monkeypatch, 9, 1)
     with pytest.raises(PlanError, match="the smallest was predicted to need .* and memory ran out"):
         trainer.train()
     assert trainer.planner.plan == smallest_of(trainer).plan

@@ -420,9 +420,10 @@ class Engine:
         step,
         print_line,
         compiling: Any = contextlib.nullcontext,
-    ) -> tuple[Programs, Leaves[Sums], Leaves[nnx.State]]:
-        """(programs, sums, frozen) after the first step's micro-batches, awaited. If memory runs out, they run again
-        under smaller plans; only the update donates the state, so nothing is lost. `frozen` is as the last plan has it.
+    ) -> tuple[Programs, Leaves[Sums], Leaves[nnx.State], list[Batch]]:
+        """(programs, sums, frozen, micro_batches) after the first step's micro-batches, awaited. If memory runs out,
+        they run again under smaller plans; only the update donates the state, so nothing is lost. `frozen` and
+        micro-batches are as the last plan has them.
 
           programs, sums: of fit, and zeros of zero_sums.
           micro_batches: all micro-batches, also empty ones; a smaller plan divides their rows anew.
@@ -442,12 +443,13 @@ class Engine:
         while True:
             try:
                 summed = self.accumulate(self.at(programs, step), sums, state, frozen, micro_batches)
-                return programs, jax.block_until_ready(summed), frozen
+                return programs, jax.block_until_ready(summed), frozen, micro_batches
             except jax.errors.JaxRuntimeError as error:
                 if not _may_plan_again(error):
                     raise
                 short = self._search.short_bytes(error, self.mesh.local_devices)
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *micro_batches)
+            jax.tree.map(lambda array: array.delete(), (sums, micro_batches))  # the caller still refers to them
             del sums, micro_batches
             programs = None
             self._search.replan("the first step ran out of memory", None, print_line, True, short)

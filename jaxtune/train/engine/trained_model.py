@@ -23,6 +23,7 @@ from jaxtune.models.placement.streams import declared_as_placed
 from jaxtune.models.programs.compiling import out_of_memory
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
 from jaxtune.system import processes, timing
+from jaxtune.system.waiting import Handover
 from jaxtune.train.config import QatConfig
 from jaxtune.train.config.precision import Precision
 from jaxtune.train.engine.programs import Engine, finished, placed
@@ -59,7 +60,7 @@ class TrainedModel:
         qat: QatConfig | None,
         seed: int,
         keeps_model: bool,
-        weights: Future[Decoder] | None,
+        weights: Future[Handover[Decoder]] | None,
     ):
         self._precision, self._qat, self._seed = precision, qat, seed
         self.keeps_model, self._weights = keeps_model, weights
@@ -149,7 +150,7 @@ class TrainedModel:
         """Waits for weights that a thread loads, and takes them; raises what loading raised."""
         if self._weights is not None:
             with timing.phase("wait", "weights"):
-                self._hold(self._weights.result())
+                self._hold(self._weights.result().take())
             self._weights = None
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:

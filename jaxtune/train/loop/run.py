@@ -210,7 +210,7 @@ class Run:
                     if step == start:
                         planned = engine.planner.plan
                         again = functools.partial(monitor.planned, "compile", start)
-                        programs, sums, frozen = engine.first_step(
+                        programs, sums, frozen, micro_batches = engine.first_step(
                             programs, sums, state, frozen, micro_batches, step, progress.print, again
                         )
                         if engine.planner.plan != planned:

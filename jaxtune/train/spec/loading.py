@@ -49,7 +49,7 @@ _MOST_WEIGHTS = 0.8  # of the device's memory: if there are more, plans that fit
 @contextlib.contextmanager
 def loading(
     config: TrainConfig, trains: bool = True, streams: bool = True
-) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
+) -> Iterator[tuple[Future[waiting.Handover[Decoder]] | None, Any, Decoder]]:
     """A context of (weights, tokenizer, model), with a distillation's teacher attached unless its values are stored or
     it is the model itself.
 
@@ -73,10 +73,14 @@ def loading(
             require_same_pictures(loaded, source, teacher.source)
         return loaded
 
-    if model_config.from_config is not None:
+    def with_random_weights(shape: Path) -> tuple[None, Any, Decoder]:
         key = jax.random.key(config.seed)
-        random_model = adapted(model_from_config(model_config.from_config, key, "float32", pictures), *changes)
-        yield None, tokenizer(None, random_model.source), with_teacher(random_model, load_teacher(teacher))
+        model = adapted(model_from_config(shape, key, "float32", pictures), *changes)
+        return None, tokenizer(None, model.source), with_teacher(model, load_teacher(teacher))
+
+    # No variable here refers to a model's arrays, so that the trainer can free what it copies.
+    if model_config.from_config is not None:
+        yield with_random_weights(model_config.from_config)
         return
     assert model_config.path is not None
     pretrained = Pretrained(
@@ -117,8 +121,7 @@ def loading(
         return
     with ThreadPoolExecutor(1, "weights") as pool:
         try:
-            # Loading starts first. No variable here refers to the model, so that the trainer can free what it copies.
-            weights = pool.submit(load)
+            weights = pool.submit(lambda: waiting.Handover(load()))  # first of all
             shapes = cost.abstract_model(pretrained.config, StepSpec.of(config, tower=tower).model)
             if tower is not None:
                 shapes.source = pretrained.source
