@@ -1,12 +1,14 @@
 """Tokens per second of an 8B by the format of its weights, and which bits of a row depend on the rows beside it.
 
-    python benchmarks/formats.py --output FILE.json [--seconds 280] [CASE ...]
+    python benchmarks/formats.py --output FILE.json [--seconds 280] [--before TREE] [CASE ...]
 
 Weights and prompts are random. The cases of a wave make their models and compile at the same time, each in a process of
 its own, and then measure one after another. A figure is in the file as soon as it is made.
 
-    bf16, nvfp4, int8   tokens per second of full slots, prefill included, and milliseconds of a decoding step, of rows
-                        of 200 + 256 tokens, once and again. bf16 also with `deterministic` and `prefills_alone`.
+    bf16, nf4, nvfp4, int8
+                        tokens per second of full slots, prefill included, and milliseconds of a decoding step, of rows
+                        of 200 + 512 tokens, once and again. bf16 also with `prefills_alone`.
+    before              bf16 by the code in TREE, a checkout of another commit.
     fp8                 the same of weights in FP8 whose products round activations (model.compute=fp8), and with keys
                         and values in FP8 (`cache`).
     bits_FORMAT         of 64 rows of 160 forced tokens through two layers: how many tokens have another log-probability
@@ -21,6 +23,7 @@ With TINY=1 in the environment a tiny model is measured, for a try on a CPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,27 +32,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.environ.get("TREE") or str(Path(__file__).resolve().parents[1]))
 from benchmarks import figures, mismatch, sampling
 from benchmarks.record import write
 
 _TINY = bool(os.environ.get("TINY"))
-_NEW, _BITS_ROWS, _BITS_NEW, _LONG = (24, 4, 24, 64) if _TINY else (256, 64, 160, 2048)
+_NEW, _BITS_ROWS, _BITS_NEW, _LONG = (24, 4, 24, 64) if _TINY else (512, 64, 160, 2048)
 _WAVES = (
-    ("bf16", "fp8", "nvfp4", "int8"),
-    ("bits_bf16", "bits_fp8", "bits_int8"),
+    ("bf16", "before", "fp8", "nf4"),
     ("long_fp8",),
+    ("nvfp4", "int8"),
     ("long_bf16",),
+    ("bits_bf16", "bits_fp8", "bits_int8"),
 )
-_SLOTS = {"bf16": (1, 16, 64, 256), "fp8": (64, 256), "nvfp4": (1, 16), "int8": (1, 16)}
+_SLOTS = {"bf16": (1, 16, 64, 256), "fp8": (1, 16, 64, 256)} | dict.fromkeys(("nf4", "nvfp4", "int8"), (1, 16))
+_SLOTS["before"] = _SLOTS["bf16"]
 _MOST_LONG = (1024, 768, 640, 512, 384, 320, 256, 192, 128, 64)  # rows; a sampler's own plan would halve them
 if _TINY:
     _SLOTS, _MOST_LONG = dict.fromkeys(_SLOTS, (1, 4)), (8,)
-_SHARE = {"bf16": 0.4, "fp8": 0.3, "nvfp4": 0.12, "int8": 0.14}  # of the device's memory
+_SHARE = {"bf16": 0.32, "before": 0.32, "fp8": 0.25, "nf4": 0.09}  # of the device's memory; 0.2 for others
 _GO = "go\n"
 
 
@@ -61,6 +66,7 @@ def model_of(load_in: str, layers: int | None = None) -> Any:
     from benchmarks.shapes import SHAPES
     from jaxtune.models.files.quant import compute_in_fp8
 
+    load_in = "bf16" if load_in == "before" else load_in
     hf = dict(sampling.TINY if _TINY else SHAPES["llama-3.1-8b"]) | (
         {} if layers is None else {"num_hidden_layers": layers}
     )
@@ -74,17 +80,26 @@ def wait_for_turn() -> None:
     sys.stdin.readline()
 
 
-def speed(name: str) -> None:
+@contextlib.contextmanager
+def sampler_of(model: Any, slots: int, options: Mapping[str, Any]) -> Iterator[Any]:
     import jaxtune
 
+    sampler = jaxtune.Sampler(model, slots, 200 + _NEW, **options)
+    try:
+        yield sampler
+    finally:
+        getattr(sampler, "close", lambda: None)()  # which other commits may lack
+
+
+def speed(name: str) -> None:
     model = model_of(name)
     ways: list[tuple[int, dict[str, Any]]] = [(slots, {}) for slots in _SLOTS[name]]
     if name == "bf16":
-        ways += [(64, {"deterministic": True}), (64, {"prefills_alone": True})]
+        ways.append((64, {"prefills_alone": True}))
     if name == "fp8":
         ways += [(slots, {"cache": "fp8"}) for slots in _SLOTS[name]]
     for slots, options in ways:
-        with jaxtune.Sampler(model, slots, 200 + _NEW, **options) as sampler:
+        with sampler_of(model, slots, options) as sampler:
             sampling.warm_up(sampler, sampling.prompts_of(model, slots), _NEW)
     wait_for_turn()
     for slots, options in ways:
@@ -93,13 +108,12 @@ def speed(name: str) -> None:
 
 
 def full(model: Any, slots: int, **options: Any) -> dict[str, float]:
-    import jaxtune
-
     prompts = sampling.prompts_of(model, slots)
-    with jaxtune.Sampler(model, slots, 200 + _NEW, **options) as sampler:
+    with sampler_of(model, slots, options) as sampler:
         sampling.warm_up(sampler, prompts, _NEW)
         began = time.perf_counter()
-        sampling.submit(sampler, prompts, _NEW)
+        for index, prompt in enumerate(prompts):
+            sampler.submit(prompt, _NEW, temperature=1.0, index=index, eos_token_ids=())
         tokens, steps = sampling.drain(sampler)
         seconds = time.perf_counter() - began
     assert tokens == slots * _NEW, (tokens, slots)
@@ -213,9 +227,6 @@ def bits(load_in: str) -> None:
 
 
 def child(name: str) -> None:
-    from jaxtune.system.program_cache import use_program_cache
-
-    use_program_cache()
     kind, _, load_in = name.partition("_")
     {"bits": bits, "long": long_rows}.get(kind, lambda _: speed(name))(load_in)
 
@@ -223,12 +234,14 @@ def child(name: str) -> None:
 class Case:
     """A running case; `record` gets what it says."""
 
-    def __init__(self, name: str, cache: str, alone: bool, keep: Any):
+    def __init__(self, name: str, cache: str, alone: bool, keep: Any, before: str | None):
         self.record: dict[str, Any] = {}
         self.ready = threading.Event()
         share = 0.92 if alone else _SHARE.get(name, 0.2)
         variables = {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache}
         variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": str(share)}
+        if name == "before":
+            variables |= {"TREE": str(before), "PYTHONPATH": f"{before}:{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, __file__, "--child", name, "--output", "-"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = subprocess.Popen(command, cwd=figures.ROOT, env=os.environ | variables, **pipes)
@@ -256,6 +269,7 @@ class Case:
 def main() -> None:
     names = [name for wave in _WAVES for name in wave]
     parser = figures.arguments(str(__doc__), names, "none", 280)
+    parser.add_argument("--before", help="a checkout of another commit")
     options: argparse.Namespace = parser.parse_args()
     if options.child:
         child(options.child)
@@ -272,9 +286,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         for wave in _WAVES:
             wanted = [name for name in wave if not options.cases or name in options.cases]
+            wanted = [name for name in wanted if options.before or name != "before"]
             if ends - time.monotonic() < figures.LEAST_SECONDS:
                 break
-            cases = [Case(name, cache, len(wave) == 1, keep) for name in wanted]
+            cases = [Case(name, cache, len(wave) == 1, keep, options.before) for name in wanted]
             record["cases"] |= {name: case.record for name, case in zip(wanted, cases, strict=True)}
             together = wave[0].startswith("bits")
             for case in cases:
