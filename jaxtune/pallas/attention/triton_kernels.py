@@ -238,7 +238,8 @@ def forward_kernel(
             full_end = begin + tl.where(alone, tl.maximum(base + 1 - begin, 0) // KEYS * KEYS, 0)
             acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, begin, full_end,
                                       LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
-            acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, full_end, end,
+            own = tl.minimum(seen, end - 1)  # the last block's keys behind the document are another's
+            acc, top, total = _attend(acc, top, total, q, key, value, own, lower, full_end, end,
                                       LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
             first = tl.maximum(end, first + 1)
     else:

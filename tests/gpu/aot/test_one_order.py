@@ -40,9 +40,9 @@ KINDS = {
     ),
     "attention of documents": lambda rows: (
         lambda q, k, s: attention_forward(
-            q, k, k, packed_layout((1, rows), s[None].astype(jnp.int32), max_documents=9), scale=0.1
+            q, k, k, packed_layout((1, 128 * rows), s[None].astype(jnp.int32), max_documents=9), scale=0.1
         ),
-        [(1, rows, 32, 128), (1, rows, 8, 128), (rows,)],
+        [(1, 128 * rows, 32, 128), (1, 128 * rows, 8, 128), (128 * rows,)],
     ),
     "attention of steps": lambda rows: (
         lambda q, k, n: decode_attention(q, k, k, n.astype(jnp.int32), scale=0.1),
