@@ -62,7 +62,7 @@ def _lines(model, exact: bool) -> Iterator[_Line]:
     from jaxtune.models.generation.differences import differences
     from jaxtune.models.generation.generate import training_logprobs
     from jaxtune.models.generation.sampler import Sampler
-    from jaxtune.pallas import ordered
+    from jaxtune.pallas import one_order
 
     draw = np.random.default_rng(0)
     vocabulary = model.config.vocab_size
@@ -74,7 +74,7 @@ def _lines(model, exact: bool) -> Iterator[_Line]:
     apart = np.abs(np.array([row.logprobs for row in rows]) - np.array(trained))
     yield _Line("sampled", "log-probabilities", None, apart.size, int((apart > 0).sum()), float(apart.max()))
     lines: dict[tuple[str, str], _Line] = {}
-    with ordered.exact(exact):
+    with one_order.exact(exact):
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         for compared in differences(model, texts, [len(prompt) for prompt in prompts]):
             key = compared.phase, compared.operation

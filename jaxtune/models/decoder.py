@@ -23,7 +23,7 @@ from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.models.stack.stack import run_in_parts
 from jaxtune.models.vision.pictures import Pictures
 from jaxtune.models.vision.tower import Tower, TowerConfig
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.draws import uniform
 from jaxtune.pallas.meshes import on_any_mesh
@@ -414,8 +414,8 @@ class Decoder(nnx.Module):
         head, hidden = self.head_operands(hidden)
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head = (head if rows is None else head[rows]).astype(hidden.dtype)
-        if ordered.is_exact():
-            logits = ordered.product(hidden, head)
+        if one_order.is_exact():
+            logits = one_order.product(hidden, head)
         else:
             logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
         if not self.config.head.is_text:

@@ -18,7 +18,7 @@ from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation.differences import differences
 from jaxtune.models.generation.generate import training_logprobs
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 
 pytestmark = pytest.mark.usefixtures("compiled_in_full")
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, attention_scale=0.25)
@@ -93,7 +93,7 @@ def test_no_operation_differs(kind, exact):
     model = model_of(kind, "float32", None)
     draw = np.random.default_rng(0)
     texts = [draw.integers(0, 48, length).tolist() for length in (90, 143, 71)]
-    with ordered.exact() if exact else contextlib.nullcontext():
+    with one_order.exact() if exact else contextlib.nullcontext():
         found = list(differences(model, texts, [60, 101, 20], steps=2))
     assert {one.phase for one in found} == {"packed", "prompts", "packed prompts", "decoding"}
     assert {one.operation for one in found if one.phase == "decoding"} >= {"attention", "key", "stream", "next norm"}
@@ -104,21 +104,21 @@ def test_no_operation_differs(kind, exact):
 
 def test_products_do_not_depend_on_the_number_of_rows():
     x, weight = (jax.random.normal(jax.random.key(n), (size, 200)) for n, size in enumerate((67, 33)))
-    product = jax.jit(ordered.product)
+    product = jax.jit(one_order.product)
     whole = product(x, weight)
     np.testing.assert_allclose(whole, np.float64(x) @ np.float64(weight).T, rtol=0, atol=1e-4)
     for first, last in ((0, 1), (5, 8), (40, 67), (66, 67)):
         np.testing.assert_array_equal(product(x[first:last], weight), whole[first:last])
-    np.testing.assert_array_equal(ordered.total(x), jnp.stack([ordered.total(row) for row in x]))
+    np.testing.assert_array_equal(one_order.total(x), jnp.stack([one_order.total(row) for row in x]))
 
 
 @pytest.mark.parametrize("argument", [0, 1])
 def test_gradients_are_those_of_the_product(argument):
     operands = [jax.random.normal(jax.random.key(n), (size, 24)) for n, size in enumerate((5, 7))]
-    got = jax.grad(lambda *a: jnp.sin(ordered.product(*a)).sum(), argument)(*operands)
+    got = jax.grad(lambda *a: jnp.sin(one_order.product(*a)).sum(), argument)(*operands)
     want = jax.grad(lambda x, weight: jnp.sin(x @ weight.T).sum(), argument)(*operands)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    got = jax.grad(lambda x: jnp.sin(ordered.total(x)).sum())(operands[argument])
+    got = jax.grad(lambda x: jnp.sin(one_order.total(x)).sum())(operands[argument])
     want = jax.grad(lambda x: jnp.sin(x.sum(-1)).sum())(operands[argument])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 

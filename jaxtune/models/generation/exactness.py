@@ -1,12 +1,12 @@
-"""Which models can be sampled and trained with the same bits (pallas/ordered.py)."""
+"""Which models can be sampled and trained with the same bits (pallas/exact.md)."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.plain_layer import is_plain
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
@@ -15,6 +15,9 @@ from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.linear import GatedLora, Linear
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.norm import LayerNorm, RMSNorm
+from jaxtune.pallas import dispatch, one_order
+
+_HEAD_DIMS = (64, 128, 256)  # of the kernels of training's attention and of a decoding step's
 
 
 def require_exact(model: Decoder, where: str) -> None:
@@ -25,8 +28,8 @@ def require_exact(model: Decoder, where: str) -> None:
 
 def refusal(model: Decoder) -> str | None:
     """Why a token's log-probability could have other bits in training than in sampling, or None."""
-    if jax.default_backend() != "cpu":
-        return "a GPU's kernels do not add up in one order in training and sampling yet; leave it out"
+    if dispatch.compute_capability() is not None and (reason := _of_gpu(model)) is not None:
+        return reason
     if model.vision is not None or model.per_layer is not None:
         return "the model reads pictures, or has embeddings for each layer"
     if has_adapter(model) and model.weight_dtype != jnp.dtype(model.dtype):
@@ -40,6 +43,33 @@ def refusal(model: Decoder) -> str | None:
     norms = [module for _, module in nnx.iter_modules(model) if isinstance(module, RMSNorm | LayerNorm)]
     if any(isinstance(norm, LayerNorm) or norm.compute is not None for norm in norms):
         return "a LayerNorm, or a norm with a dtype of its own"
+    return None
+
+
+def _of_gpu(model: Decoder) -> str | None:
+    """What of the model has no kernels that add up in one order."""
+    if (reason := one_order.triton.refusal(jnp.dtype(model.dtype))) is not None:
+        return f"this GPU: {reason}"
+    for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
+        attention = layer.parts.get("mixer")
+        if not is_plain(layer, spec) or not isinstance(attention, Attention):
+            reason = "attention or a feed-forward that decoding computes operation by operation"
+        elif spec.window is not None:
+            reason = f"attention with a window of {spec.window}, whose tiles do not begin with a document"
+        elif type(layer.parts["mlp"]) is MoE:
+            reason = "experts, whose sums are divided otherwise in decoding"
+        elif layer.parts["mlp"].config.activation not in one_order.triton.ACTIVATIONS:
+            reason = f"the activation {layer.parts['mlp'].config.activation}"
+        elif attention.config.head_dim not in _HEAD_DIMS:
+            reason = f"heads of {attention.config.head_dim} numbers; {', '.join(map(str, _HEAD_DIMS))} have kernels"
+        elif attention.config.qk_norm and spec.rotary is None:
+            reason = "norms of heads that are not rotated"
+        if reason is not None:
+            return f"layers.{index}: {reason}, on a GPU"
+        for part, name, matrix in layer.matrices():
+            rank = 0 if matrix.lora is None else matrix.lora.rank
+            if rank > one_order.triton.MOST_RANK:
+                return f"layers.{index}.{part}.{name}: an adapter of rank {rank}; up to {one_order.triton.MOST_RANK}"
     return None
 
 

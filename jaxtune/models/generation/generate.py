@@ -30,7 +30,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.generation.xla_options import AS_TRAINED
 from jaxtune.models.placement import partition
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
 _SMALLEST_LENGTH = 16  # training_logprobs pads prompts, and new tokens, to at least this many
@@ -239,7 +239,7 @@ def _token_logprobs(graph, exact: bool, state, tokens, lengths) -> jax.Array:
     """float32[B, T]: each token's log-probability as training computes it; 0 for a row's first. tokens: int32[B, T],
     the first lengths[i] of row i real.
     """
-    with ordered.exact(exact):
+    with one_order.exact(exact):
         return _logprobs(nnx.merge(graph, state), tokens, lengths)
 
 

@@ -49,7 +49,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.attention import implementations, inserted
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, chosen_token, looked_up, masked
-from jaxtune.pallas.ordered import exactly_if, is_exact, log_probability
+from jaxtune.pallas.one_order import exactly_if, is_exact, log_probabilities
 
 NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
@@ -156,7 +156,7 @@ def programs(same_choices: bool, many_rows: bool, exact: bool = False) -> Progra
 
     same_choices: every process computes the same bits, and a row has the same bits beside any other rows.
     many_rows: the slots are more than few_rows' kernels multiply (MOST_ROWS).
-    exact: sums in one order (pallas/ordered.py), as training with `exact` adds.
+    exact: sums in one order (pallas/exact.md), as training with `exact` adds.
     """
     of = functools.partial(exactly_if, exact)
     of_steps, of_prompts = sampler_options(same_choices, many_rows), prompt_options(same_choices)
@@ -572,14 +572,13 @@ def _chosen(vocab_size: int, kind: Kind, logits, seen, rows: Rows, length, unifo
         of_token = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         of_token = (of_token - peak) / logprob_temperature - total
         if is_exact():
-            of_token = log_probability(logits, token, logprob_temperature)
+            of_token = log_probabilities(logits, token[:, None], logprob_temperature, vocab_size)[0][:, 0]
         logprob = jnp.where(is_filtered, of_token, logprob)
     ranked = None
     if kind.ranks:
         values, tokens = jax.lax.top_k(logits, min(MOST_RANKED, vocab_size))
         of_values = (values - peak[:, None]) / logprob_temperature[:, None] - total[:, None]
         if is_exact():
-            log_probabilities = jax.vmap(log_probability, (None, 1, None), 1)
-            of_values = log_probabilities(logits, tokens, logprob_temperature)
+            of_values, _ = log_probabilities(logits, tokens, logprob_temperature, vocab_size)
         ranked = tokens, of_values
     return token, logprob, ranked

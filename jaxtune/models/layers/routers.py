@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.linear import Linear
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 from jaxtune.pallas.routing import expert_weights
 
 
@@ -30,8 +30,8 @@ class Router(nnx.Module):
         x = x if self.compute is None else x.astype(self.compute)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         weight = self.weight[...].astype(x.dtype)
-        if ordered.is_exact():
-            logits = ordered.product(x, weight)
+        if one_order.is_exact():
+            logits = one_order.product(x, weight)
         else:
             logits = jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32, precision=precision)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)

@@ -9,13 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, meshes
-from jaxtune.pallas import ordered as sums
+from jaxtune.pallas import dispatch, meshes, one_order
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.attention import cudnn, first_use, mosaic, ordered, reference, triton
+from jaxtune.pallas.attention import cudnn, first_use, in_tiles, mosaic, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
 
-IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference, "ordered": ordered}
+IMPLEMENTATIONS = {"cudnn": cudnn, "mosaic": mosaic, "triton": triton, "reference": reference, "in_tiles": in_tiles}
 SHORT_ROWS = 4096
 
 
@@ -41,8 +40,8 @@ def implementations(
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
     layout = layout.of_window(window)
-    if sums.is_exact():
-        return {"ordered": lambda: ordered.refusal(query, layout, **options)}
+    if one_order.is_exact() and not one_order.runs_kernels():
+        return {"in_tiles": lambda: in_tiles.refusal(query, layout, **options)}
 
     def vendor():
         return cudnn.refusal(query, layout, **options) or first_use.cudnn_refusal(query, kv_heads, layout, window)
@@ -63,6 +62,8 @@ def implementations(
         "triton": kernel("triton"),
         "reference": lambda: None,
     }
+    if one_order.is_exact():
+        return {"triton": table["triton"]}
     hopper = dispatch.compute_capability() == (9, 0)
     if layout.max_documents != 1 or (hopper and query.shape[1] <= SHORT_ROWS and query.shape[-1] in mosaic.FORWARD):
         # On packed rows our kernels are faster, as they skip blocks. On short whole rows a step is as fast with either
@@ -181,7 +182,8 @@ def attention_backward(
     check.array("lse", lse, "B heads T", jnp.float32)
     check.array("dout", dout, "B T heads D", query.dtype)
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
-    module = _pick(query, key, value, layout, implementation, **options)
+    with one_order.exact(one_order.is_exact() and not one_order.runs_kernels()):  # a GPU's gradients are the usual ones
+        module = _pick(query, key, value, layout, implementation, **options)
     function = functools.partial(module.backward, scale=scale, window=window, soft_cap=soft_cap)
     layout = layout.of_window(window)
     return _by_rows(function, 7, 3)(query, key, value, out, lse, dout, layout, sinks)

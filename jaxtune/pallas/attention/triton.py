@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, one_order
 from jaxtune.pallas.attention.layout import PackedLayout
 
 
@@ -115,6 +115,7 @@ def _call(
     scale,
     window,
     soft_cap,
+    **constants: int,
 ):
     """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
     the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
@@ -145,6 +146,7 @@ def _call(
         QUERIES=tile.queries,
         KEYS=tile.keys,
         RUNS=runs,
+        **constants,
     )
 
 
@@ -165,6 +167,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
     rows, length, heads, dim = query.shape
     tile = tiles(dim).forward
+    apart = one_order.is_exact() and layout.max_documents != 1
+    if apart and (window is not None or layout.runs is not None):
+        raise ValueError("attention: exact: windows, or tokens that see later ones, in rows of several documents")
     sinks = jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     out, lse = _call(
         triton_kernels.forward_kernel,
@@ -178,6 +183,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        APART=int(apart),
     )
     return out, lse
 

@@ -193,12 +193,14 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     RUNS: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Writes out and lse (natural logarithm, sink included) of a tile of QUERIES queries of one head; both are 0 at
     padding. Grid: (heads, tiles, B).
 
       query, key, value, out: [B, LENGTH, HEADS or KV_HEADS, DIM]. lse: float32[B, HEADS, LENGTH].
       starts, ends: int32[B, LENGTH], bounds of each token's document; empty at padding.
+      APART: blocks of keys begin with each document, without windows and runs; else with a tile's first document.
       RUNS: whether queries see the keys of their run; its ends follow those of the documents, [2, B, LENGTH].
       sinks: float32[HEADS], a logit without a value; -inf for none.
       WIDTH: DIM as a power of two. KEYS: keys visited at a time.
@@ -222,39 +224,53 @@ def forward_kernel(
     seen = _seen(runs, rows, LENGTH, RUNS)
     last = tl.minimum(base + QUERIES, LENGTH) - 1
     stop = _seen(runs, last, LENGTH, RUNS) + 1
-    # Keys begin .. stop - 1, in blocks from `begin` on. Those between full_begin and full_end no bound crosses.
-    begin = _lower(starts, ends, base, LENGTH, WINDOW)
-    full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
-    full_end = begin + tl.maximum(_seen(runs, base, LENGTH, RUNS) + 1 - begin, 0) // KEYS * KEYS
-
     q = _block(query, base, LENGTH, HEADS * DIM, DIM, WIDTH, QUERIES, LENGTH % QUERIES != 0)
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
     top = tl.full([QUERIES], _MASKED, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    acc, top, total = _attend(
-        acc,
-        top,
-        total,
-        q,
-        key,
-        value,
-        seen,
-        lower,
-        begin,
-        tl.minimum(full_begin, stop),
-        LENGTH,
-        KV_HEADS * DIM,
-        DIM,
-        WIDTH,
-        SCALE,
-        CAP,
-        KEYS,
-        True,
-    )
-    acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, full_begin, full_end,
-                              LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
-    acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, tl.maximum(full_begin, full_end), stop,
-                              LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
+    if APART:
+        # Each document's keys from its own first one on, whatever comes before it in the tile.
+        first = base
+        while first <= last:
+            begin = _lower(starts, ends, first, LENGTH, WINDOW)
+            end = tl.minimum(tl.load(ends + first), stop)
+            alone = (first == base) & (end == stop)
+            full_end = begin + tl.where(alone, tl.maximum(base + 1 - begin, 0) // KEYS * KEYS, 0)
+            acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, begin, full_end,
+                                      LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
+            own = tl.minimum(seen, end - 1)  # the last block's keys behind the document are another's
+            acc, top, total = _attend(acc, top, total, q, key, value, own, lower, full_end, end,
+                                      LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
+            first = tl.maximum(end, first + 1)
+    else:
+        # Keys begin .. stop - 1, in blocks from `begin` on. Those between full_begin and full_end no bound crosses.
+        begin = _lower(starts, ends, base, LENGTH, WINDOW)
+        full_begin = begin + tl.cdiv(_lower(starts, ends, last, LENGTH, WINDOW) - begin, KEYS) * KEYS
+        full_end = begin + tl.maximum(_seen(runs, base, LENGTH, RUNS) + 1 - begin, 0) // KEYS * KEYS
+        acc, top, total = _attend(
+            acc,
+            top,
+            total,
+            q,
+            key,
+            value,
+            seen,
+            lower,
+            begin,
+            tl.minimum(full_begin, stop),
+            LENGTH,
+            KV_HEADS * DIM,
+            DIM,
+            WIDTH,
+            SCALE,
+            CAP,
+            KEYS,
+            True,
+        )
+        acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, full_begin, full_end,
+                                  LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, tl.maximum(full_begin, full_end), stop,
+                                  LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
 
     # A sink is one more term of the sum and has no value; -inf where there is none.
     sink = tl.load(sinks + head) * _LOG2E

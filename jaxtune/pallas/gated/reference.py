@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -18,12 +18,14 @@ ACTIVATIONS = {
 
 
 def activated(gate, up, activation: str):
-    """activation(gate) * up in gate's dtype, of sums in one order (ordered.py) computed in float32 and rounded once.
+    """activation(gate) * up in gate's dtype, within `exact` (../exact.md) computed in float32 and rounded once.
 
     gate, up: of one shape and dtype. activation: a key of ACTIVATIONS.
     """
-    if not ordered.is_exact():
+    if not one_order.is_exact():
         return ACTIVATIONS[activation](gate) * up
+    if one_order.runs_kernels():
+        return one_order.triton.activated(gate, up, activation)
     return (ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
@@ -52,8 +54,8 @@ def gated_thin(gate, up, a, activation: str):
     gate, up: [tokens, I]. a: float[r, I], rounded to gate's dtype. activation: a key of ACTIVATIONS.
     """
     gated, a = activated(gate, up, activation), a.astype(gate.dtype)
-    if ordered.is_exact():
-        return gated, ordered.product(gated, a).astype(gate.dtype)
+    if one_order.is_exact():
+        return gated, one_order.adapted(gated, a)
     return gated, thin_product(gated, a, (1, 1), gate.dtype)
 
 

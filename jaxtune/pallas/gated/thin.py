@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import dispatch, meshes, one_order
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.gated import reference, thin_triton
 from jaxtune.pallas.gated.api import gated_backward
@@ -117,7 +117,7 @@ def implementation_name(op: str, gate, rank: int, activation: str, implementatio
     gate: [tokens, size], an array or a shape; rank: of the adapter.
     activation: a key of ACTIVATIONS. implementation: the requested name, or None.
     """
-    if implementation is None and not is_large(*gate.shape):
+    if implementation is None and (one_order.is_exact() or not is_large(*gate.shape)):
         implementation = "reference"
     return dispatch.choose(op, implementations(gate, rank, activation), implementation)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 from jaxtune.pallas.grouped_matmul.layout import Groups
 
 _THIN = 256  # up to this width, results per tile are stored and then summed by expert
@@ -52,9 +52,9 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
       weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1); cast to x's dtype.
     """
     weight = per_tile(weight.astype(x.dtype), groups)
-    if ordered.is_exact() and contract == 2:
+    if one_order.is_exact() and contract == 2:
         return (
-            jax.lax.map(lambda tile: ordered.product(*tile), (tiled(x, groups), weight))
+            jax.lax.map(lambda tile: one_order.product(*tile), (tiled(x, groups), weight))
             .astype(x.dtype)
             .reshape(groups.rows, -1)
         )
@@ -81,7 +81,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     def tile_product(tile):
         rows, expert = tile
         if exact:
-            return ordered.product(rows, weight.at[expert].get(mode="clip")).astype(x.dtype)
+            return one_order.product(rows, weight.at[expert].get(mode="clip")).astype(x.dtype)
         return jax.lax.dot_general(
             rows,
             weight.at[expert].get(mode="clip"),
@@ -90,7 +90,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
             preferred_element_type=x.dtype,
         )
 
-    exact = ordered.is_exact() and contract == 2
+    exact = one_order.is_exact() and contract == 2
     out = jax.lax.map(tile_product, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
     if extra is None:
         return out

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, ordered
+from jaxtune.pallas import dispatch, one_order
 
 _MULTIPLE = 8
 
@@ -61,8 +61,8 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
       logit_scale, soft_cap, temperature: the product times logit_scale, then soft_cap * tanh(logits / soft_cap), then
         divided by the temperature.
     """
-    if ordered.is_exact():
-        logits = ordered.product(hidden, head)
+    if one_order.is_exact():
+        logits = one_order.product(hidden, head)
     else:
         options = dict(preferred_element_type=jnp.float32, precision=precision_of(hidden))
         logits = jnp.einsum("btd,vd->btv", hidden, head, **options)
@@ -73,7 +73,7 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
         capped = jnp.tanh(logits / soft_cap)
         logits, slope = capped * soft_cap, logit_scale * (1.0 - capped * capped)
     if temperature != 1.0:
-        logits = ordered.tempered(logits, temperature) if ordered.is_exact() else logits / temperature
+        logits = logits / temperature
         slope = slope / temperature
     return logits, slope
 
@@ -111,6 +111,14 @@ def through_head(dlogits: jax.Array, hidden: jax.Array, head: jax.Array, head_gr
     return dhidden, dhead
 
 
+def _exact_losses(logits, targets, temperature: float, size: int) -> tuple[jax.Array, jax.Array]:
+    """(losses, log-sum-exp), float32[B, t] each, as the sampler adds up. logits: [B, t, V]; size: as of _chunk."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    temperatures = jnp.full(len(rows), temperature, jnp.float32)
+    log_probs, lse = one_order.log_probabilities(rows, targets.reshape(-1, 1), temperatures, size)
+    return -log_probs.reshape(targets.shape), lse.reshape(targets.shape)
+
+
 def _chunk(
     hidden,
     head,
@@ -134,21 +142,24 @@ def _chunk(
     weights, entropy_weights: float32[B, t], factors in the sum whose gradients are computed. The latter may be None,
       and counts only with `entropies`; z_loss must then be 0, or the gradient is wrong without an error.
     """
-    logits, slope = logits_of(hidden, head, logit_scale, soft_cap, temperature)
+    exact_losses = None
+    if one_order.is_exact():  # of the logits before the temperature, as the sampler has them
+        logits, slope = logits_of(hidden, head, logit_scale, soft_cap, 1.0)
+        exact_losses, lse = _exact_losses(logits, targets, temperature, size)
+        logits, slope = one_order.tempered(logits, temperature), slope / temperature
+    else:
+        logits, slope = logits_of(hidden, head, logit_scale, soft_cap, temperature)
     real = None if len(head) == size else jnp.arange(len(head)) < size
     if real is not None:
         logits = jnp.where(real, logits, -jnp.inf)
-    if ordered.is_exact():
-        top, log_sum = ordered.normaliser(logits[..., :size])
-        lse = top + log_sum
-    else:
+    if exact_losses is None:
         lse = log_sum_exp(logits)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     if label_smoothing:
         target_logits = (1.0 - label_smoothing) * target_logits + label_smoothing * logits.mean(-1, where=real)
     losses = lse - target_logits + z_loss * lse * lse if z_loss else lse - target_logits
-    if ordered.is_exact() and not (label_smoothing or z_loss):
-        losses = log_sum - (target_logits - top)  # as the sampler subtracts
+    if exact_losses is not None and not (label_smoothing or z_loss):
+        losses = exact_losses
     entropy_values = None
     if entropies:
         logps = logits - lse[..., None]

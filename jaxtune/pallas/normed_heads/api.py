@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import dispatch, meshes, one_order
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.normed_heads import reference, triton
 
@@ -47,7 +47,7 @@ def normed_heads(
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"normed_heads: table rotates {2 * cos.shape[-1]} numbers of heads of {x.shape[-1]}")
     partly = 2 * cos.shape[-1] < x.shape[-1]  # XLA's passes were faster than a kernel, which read too few bytes at once
-    if implementation is None and (partly or x.size // x.shape[-1] < _LEAST):
+    if implementation is None and (partly or (x.size // x.shape[-1] < _LEAST and not one_order.runs_kernels())):
         implementation = "reference"
     if dispatch.choose("normed_heads", implementations(x, weight, table), implementation) == "triton":
         return triton.normed_heads(x, weight, cos, sin, eps, offset, float32)

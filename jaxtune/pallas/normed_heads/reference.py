@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 
 
 def normed(x, weight, eps, offset, float32):
@@ -21,12 +21,34 @@ def normed(x, weight, eps, offset, float32):
     eps: added to the mean square.
     weight: [size].
     """
+    if one_order.runs_kernels():
+        return _normed_by_kernel(x, weight, eps, offset, float32)
+    return _normed(x, weight, eps, offset, float32)
+
+
+def _normed(x, weight, eps, offset, float32):
     x32 = x.astype(jnp.float32)
     x32 = x32 * inverse_rms(x32, eps)
     if float32:
         weight = weight.astype(jnp.float32)
         return (x32 * (offset + weight if offset else weight)).astype(x.dtype)
     return x32.astype(x.dtype) * weight.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _normed_by_kernel(x, weight, eps, offset, float32):
+    return one_order.triton.normed(x, weight, eps, offset, float32)
+
+
+def _normed_fwd(x, weight, eps, offset, float32):
+    return _normed_by_kernel(x, weight, eps, offset, float32), (x, weight)
+
+
+def _normed_bwd(eps, offset, float32, residuals, dout):
+    return jax.vjp(lambda x, weight: _normed(x, weight, eps, offset, float32), *residuals)[1](dout)
+
+
+_normed_by_kernel.defvjp(_normed_fwd, _normed_bwd)
 
 
 def inverse_rms(x, eps) -> jax.Array:
@@ -36,8 +58,8 @@ def inverse_rms(x, eps) -> jax.Array:
     in float32.
     """
     x32 = x.astype(jnp.float32)
-    if ordered.is_exact():
-        return jax.lax.rsqrt(ordered.total(x32 * x32)[..., None] / x.shape[-1] + eps)
+    if one_order.is_exact() and not one_order.runs_kernels():
+        return jax.lax.rsqrt(one_order.total(x32 * x32)[..., None] / x.shape[-1] + eps)
     return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
 
 
@@ -49,6 +71,8 @@ def rotated(interleaved, x, cos, sin):
 
       interleaved: True: numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
+    if one_order.runs_kernels() and not interleaved and 2 * cos.shape[-1] == x.shape[-1]:
+        return one_order.triton.heads(x, None, cos, sin, 0.0, 0.0, True)
     half = cos.shape[-1]
     cos, sin = (angles[:, :, None, :] for angles in (cos, sin))
     if interleaved:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch, meshes
+from jaxtune.pallas import compat, dispatch, meshes, one_order
 from jaxtune.pallas.normed_heads import reference
 
 
@@ -79,6 +79,8 @@ def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
     norm = eps, offset, float32
 
     def run(x, cos, sin, weight):
+        if one_order.runs_kernels():
+            return one_order.triton.heads(x, weight, cos, sin, *norm)
         [out] = _call("normed_heads_kernel", FORWARD, x, weight, cos, sin, (), (), norm)
         return out
 

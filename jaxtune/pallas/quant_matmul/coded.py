@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch, ordered
+from jaxtune.pallas import compat, dispatch, one_order
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4, Stored
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
@@ -132,7 +132,7 @@ def refusal(
     """Why `products` cannot multiply by these weights, of which all have the same `coding`, or None. dtype, tokens: of
     x. activation: of the first weight's product, which multiplies the second's.
     """
-    reason = "sums in one order" if ordered.is_exact() else compat.triton_refusal()
+    reason = "sums in one order" if one_order.is_exact() else compat.triton_refusal()
     if reason is not None:
         return reason
     if dispatch.compute_capability() != (9, 0):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
-from jaxtune.pallas import dispatch, draws, ordered
+from jaxtune.pallas import dispatch, draws, one_order
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import low_rank
 from jaxtune.pallas.quant_matmul.as_stored import product_of
@@ -113,12 +113,10 @@ def _product_and_adapter(x, weight, contract, kernels: ModuleType, thin_operands
       product: x times the weight, if it is known.
     """
     call = (weight, x.dtype, x.shape[0])
-    if ordered.is_exact() and contract == (1, 1):
+    if one_order.is_exact() and contract == (1, 1):
         weight, x = decoded(weight, x, kernels)
-        out = ordered.product(x, weight.astype(x.dtype)).astype(x.dtype)
-        if thin_operands is not None:
-            u, side = thin_operands
-            out = out + ordered.product(u, side.astype(x.dtype)).astype(x.dtype)
+        adapter = None if thin_operands is None else (thin_operands[0], thin_operands[1].astype(x.dtype))
+        out = one_order.adapted(x, weight.astype(x.dtype), adapter)
         return out if bias is None else out + bias.astype(out.dtype)
     if product is not None:
         out = product
@@ -185,7 +183,7 @@ def low_rank_input(x, source, loras):
         if earlier is not None:
             return earlier
         joined = _join(loras, x.dtype)
-        return ordered.product(x, joined).astype(x.dtype) if ordered.is_exact() else _product(x, joined, (1, 1))
+        return one_order.adapted(x, joined) if one_order.is_exact() else _product(x, joined, (1, 1))
 
     recorded = low_rank.recorded(made)
     if not isinstance(recorded, low_rank.OfNormed):
@@ -219,7 +217,7 @@ def outputs(x, weights, loras, biases, inner, static: Static, coded: dict | None
             adapters[owner] = (thin_input, b)
     coded = dict(coded or {})
     plain = {index: weight for index, weight in enumerate(weights) if _kind(weight, static)[0] is None}
-    few = {} if static.few is None or ordered.is_exact() else static.few(x, plain)
+    few = {} if static.few is None or one_order.is_exact() else static.few(x, plain)
     results = []
     for index, (weight, adapter, bias) in enumerate(zip(weights, adapters, biases, strict=True)):
         stored, kind = _kind(weight, static)

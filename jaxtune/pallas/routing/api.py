@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, meshes, ordered
+from jaxtune.pallas import dispatch, meshes, one_order
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, floor_divided
@@ -81,7 +81,7 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     check.array("choice", choice, "T k", jnp.int32)
     logits = logits.astype(jnp.float32)
     has_expert = choice < logits.shape[1]
-    softmax = ordered.softmax if ordered.is_exact() else jax.nn.softmax
+    softmax = one_order.softmax if one_order.is_exact() else jax.nn.softmax
     weights = reference.chosen_values(logits if renormalize else softmax(logits), choice)
     if renormalize:  # masked with a finite number, because a token may have no expert at all
         weights = softmax(jnp.where(has_expert, weights, jnp.finfo(jnp.float32).min))

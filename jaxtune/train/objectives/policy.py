@@ -23,7 +23,7 @@ from jaxtune.models.generation.exactness import require_exact
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
 from jaxtune.models.placement import partition
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
 from jaxtune.train.config.sections import OF_ANSWERS
@@ -259,7 +259,7 @@ class GRPO(Declared):
         """
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
-        with ordered.exact(self.settings.exact):
+        with one_order.exact(self.settings.exact):
             logps, entropies = forward.log_probs(
                 model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
             )
@@ -447,7 +447,7 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch, *, exact: boo
     for start in range(0, rows, at_once):
         row_indices = np.minimum(np.arange(start, start + at_once), rows - 1)
         some_rows = jax.tree.map(operator.itemgetter(row_indices), dataclasses.replace(batch, extra={}))
-        with ordered.exact(exact):
+        with one_order.exact(exact):
             if division is None:
                 values = np.asarray(_row_log_probs(graph, temperature, state, some_rows))
             else:

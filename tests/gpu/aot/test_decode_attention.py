@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.decode.attention import decode_attention, inserted, ordered, written
+from jaxtune.pallas.decode.attention import as_trained, decode_attention, inserted, written
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
@@ -126,5 +126,5 @@ def test_rows_are_inserted_where_the_cache_is():
 def test_the_kernel_in_the_order_of_training_compiles_for_an_h200(dim, group):
     where = H200.sharding()
     with H200.lowering():
-        lowered = jax.jit(lambda *a: ordered.decode(*a, scale=0.1)).lower(*arguments(dim, group, where))
+        lowered = jax.jit(lambda *a: as_trained.decode(*a, scale=0.1)).lower(*arguments(dim, group, where))
         assert lowered.compile().as_text().count("__gpu$xla.gpu.ptx") == 1

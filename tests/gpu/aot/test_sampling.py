@@ -77,6 +77,7 @@ def lowered(
     load_in: str | None = None,
     decodes: int = 0,
     slots: int = SLOTS,
+    exact: bool = False,
     **changes,
 ):
     """(the states' shapes, {program: it, lowered}) of a published shape with fewer layers and changed sizes, the first
@@ -97,13 +98,15 @@ def lowered(
         rows = placed(device.empty_rows(slots, 4, structure.config.vocab_size))
         rows = rows._replace(adapter=ints(slots) if adapter == "of rows" else None)
         chunk = ints(1, 128), *[ints(1)] * 3, *([ints(1)] if adapter == "of rows" else [])
-        programs, leaves = device.programs_of(False, slots), list(placed(shapes))
+        programs, leaves = device.programs_of(False, slots, exact), list(placed(shapes))
         changed = np.zeros(slots, bool)
         kind = Kind(True, False, False)
         return states, {
             "decode": programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, changed, live, rows),
             "insert": programs.insert.lower(states, staged, ints(1), ints(1)),
             "extend": programs.extend.lower(structure, leaves, staged, *chunk),
+            "prefill": programs.prefill.lower(structure, 256, leaves, ints(4, 256), ints(4), ints(4)),
+            "pack": programs.pack.lower(structure, 256, leaves, ints(1, 1024), ints(4), ints(4), ints(4)),
         }
 
 

@@ -7,11 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, meshes
-from jaxtune.pallas import ordered as sums
+from jaxtune.pallas import dispatch, meshes, one_order
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.attention import ordered
-from jaxtune.pallas.decode.attention import mosaic, reference, triton
+from jaxtune.pallas.attention import in_tiles
+from jaxtune.pallas.decode.attention import as_trained, mosaic, reference, triton
 
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
@@ -108,9 +107,12 @@ def decode_attention(
     check.number("soft_cap", soft_cap, above=0, optional=True)
     if sinks is not None:
         check.array("sinks", sinks, "heads", FLOATS)
-    if sums.is_exact():
+    if one_order.runs_kernels():
+        before, options = jnp.asarray(lengths, jnp.int32) - 1, dict(scale=scale, window=window, soft_cap=soft_cap)
+        return as_trained.attended(query[:, None], keys, values, before, sinks=sinks, **options)[:, 0]
+    if one_order.is_exact():
         options = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-        return ordered.cached(query[:, None], keys, values, jnp.asarray(lengths, jnp.int32)[:, None] - 1, **options)[
+        return in_tiles.cached(query[:, None], keys, values, jnp.asarray(lengths, jnp.int32)[:, None] - 1, **options)[
             :, 0
         ]
     implementation_name = dispatch.choose(

@@ -7,9 +7,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import ordered as sums
+from jaxtune.pallas import one_order
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.attention import ordered
+from jaxtune.pallas.attention import in_tiles
+from jaxtune.pallas.decode.attention import as_trained
 from jaxtune.pallas.meshes import on_any_mesh
 
 _TILE = 512  # the scores of this many queries and keys exist at a time
@@ -51,10 +52,18 @@ def chunk_attention(
     check.array("values", values, "B kv_heads capacity D", keys.dtype)
     check.array("before", before, "B", INTEGERS)
     rows, count, heads, dim = query.shape
-    if sums.is_exact():
+    if one_order.runs_kernels():
+        before = jnp.asarray(before, jnp.int32)
+        counts = jnp.minimum(count, keys.shape[2] - before)  # behind them there is padding alone
+        keys, values = (
+            chunk_written(cache, new, before, counts) for cache, new in ((keys, new_keys), (values, new_values))
+        )
+        masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        return as_trained.attended(query, keys, values, before, **masking)
+    if one_order.is_exact():
         positions = jnp.asarray(before, jnp.int32)[:, None] + jnp.arange(count, dtype=jnp.int32)
         masking = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-        return ordered.cached(query, keys, values, positions, new=(new_keys, new_values), **masking)
+        return in_tiles.cached(query, keys, values, positions, new=(new_keys, new_values), **masking)
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     before = jnp.asarray(before, jnp.int32)

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch, ordered
+from jaxtune.pallas import compat, dispatch, one_order
 from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.attention import decode_attention
 from jaxtune.pallas.decode.attention import reference as attention_reference
@@ -116,7 +116,7 @@ def refusal(partial_sums, keys, batch_invariant: bool, dtype=None) -> str | None
     partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys: the cache [N, kv_heads, capacity, D].
     batch_invariant: True: single warps (attended_gluon.py) are not considered. dtype: as of `attended`.
     """
-    reason = "sums in one order" if ordered.is_exact() else placed_refusal(keys, dtype)
+    reason = "sums in one order" if one_order.is_exact() else placed_refusal(keys, dtype)
     if reason is not None:
         return reason
     kv_heads, capacity, dim = keys.shape[1:]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch, ordered
+from jaxtune.pallas import compat, dispatch, one_order
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.decode.few_rows.cases import normal_array
 
@@ -113,6 +113,9 @@ def chosen_token(
     implementation_name = dispatch.choose("chosen_token", table, implementation)
     run = _by_kernels if implementation_name == "triton" else reference_chosen_token
     token, logprob, peak, total = run(logits, vocab_size, temperature, logprob_temperature, uniform, masks)
+    if one_order.is_exact():
+        of_token, _ = one_order.log_probabilities(logits, token[:, None], logprob_temperature, vocab_size)
+        logprob = of_token[:, 0]
     return token, logprob, peak, total
 
 
@@ -129,9 +132,6 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
         token = looked_up(scores / temperature[:, None], likeliest, jnp.maximum(uniform, 0.0))
         token = jnp.where(uniform >= 0, token, likeliest)
     peak, token_logit = logits.max(-1), jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    if ordered.is_exact():
-        _, total = ordered.normaliser(ordered.tempered(logits, logprob_temperature[:, None]))
-        return token, ordered.log_probability(logits, token, logprob_temperature), peak, total
     total = jnp.log(block_sums(logits / logprob_temperature[:, None], peak / logprob_temperature).sum(-1))
     return token, (token_logit - peak) / logprob_temperature - total, peak, total
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 from jaxtune.pallas.decode.attention.cache import as_cached, written
 from jaxtune.pallas.gated import ACTIVATIONS, activated
 from jaxtune.pallas.normed_heads import normed
@@ -24,7 +24,7 @@ def each_product(x, weights, loras):
 
       x: [N, in]. weights: [out_i, in] each.
     """
-    if ordered.is_exact() or any(lora is not None for lora in loras):
+    if one_order.is_exact() or any(lora is not None for lora in loras):
         loras = loras or [None] * len(weights)
         return list(quant_matmul(x, weights, loras, implementation="reference"))
     return [_product(x, weight) for weight in weights]

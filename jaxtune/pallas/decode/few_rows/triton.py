@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, one_order
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.pallas.quant_matmul.few_sizes import ENOUGH, NUMBERS, fewest_splits, padded
 from jaxtune.pallas.quant_matmul.few_thin import MOST_RANK, gates_of, padded_rank
@@ -62,6 +62,8 @@ _MANY, _MANY_UNEVEN = Tile(128, 64, 8, 6, 128), Tile(64, 64, 4, 4)
 _ADAPTED = Tile(128, 64, 8, 6)
 # Of up to 128 rows of x and columns that are no multiple of 128, such as hidden sizes of 576 and 960.
 _SHALLOW = Tile(64, 64, 4, 6)
+# Of undivided products whose programs would leave half of the multiprocessors idle: twice as many.
+_NARROW = Tile(32, 128, 4, 5)
 # From so many columns on an odd number of 64s has kernels. XLA multiplies fewer as fast, and nearer to training.
 _ODD_COLUMNS = 512
 
@@ -120,7 +122,8 @@ def _depth(columns: int) -> int:
 
 def _undivided(count: int, loras: Sequence[LoraWeights | None], programs: int) -> bool:
     """Whether a product of `count` rows of x is one sum over ascending columns, as training's is."""
-    return count <= _UNDIVIDED_ROWS and programs >= _UNDIVIDED and not padded_rank(loras)
+    few = count <= _UNDIVIDED_ROWS and programs >= _UNDIVIDED and not padded_rank(loras)
+    return few or one_order.is_exact()
 
 
 def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
@@ -132,7 +135,7 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
     """
     if dispatch.compute_capability() != (9, 0) or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
         return 1
-    if len(weights) > 1 or padded_rank(loras):
+    if len(weights) > 1 or padded_rank(loras) or one_order.is_exact():
         return 1
     tiles = -(-len(x) // 128) * -(-weights[0].shape[0] // 128)
     fitting = [n for n in (1, 2, 4, 8) if x.shape[1] % (n * _PLAIN.depth) == 0] or [1]
@@ -201,13 +204,15 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if divisible else _MANY_UNEVEN
+    programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
+    if one_order.is_exact() and programs <= _MULTIPROCESSORS // 2 and _depth(x.shape[1]) == _NARROW.depth:
+        return _NARROW
     if padded(count) > 64 and padded_rank(loras) and divisible:
         return _ADAPTED
     if _depth(x.shape[1]) == _SHALLOW.depth:
         return _SHALLOW
     if padded(count) > 64:
         return _PLAIN
-    programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
     most = _MULTIPROCESSORS if padded(count) == 16 else ENOUGH - 1
     if _undivided(count, loras, programs) and programs <= most:
         return _FAR_AHEAD

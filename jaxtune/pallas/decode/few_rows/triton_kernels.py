@@ -264,6 +264,38 @@ def _loaded(low, high, offsets, READS: tl.constexpr):
 
 
 @triton.jit
+def normed_and_rotated_head(
+    low,
+    high,
+    weight,
+    cos,
+    sin,
+    columns,
+    angles,
+    NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Norms and rotates the float32 halves [HALF] of one head; a compiler has no choice of multiply-adds.
+
+    weight: the norm's, if NORMS. columns, angles: indices of the first half's numbers in weight, and in cos and sin.
+    """
+    HALF: tl.constexpr = low.shape[0]
+    inverse = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / (2 * HALF) + EPS)
+    weights = _loaded(weight, weight + HALF, columns, NORMS)
+    low, high = _normed_and_rotated(low, high, inverse, weights, weights, NORMS, 0, OFFSET, FLOAT32, DTYPE)
+    if ROTATES:
+        c, s = _loaded(cos, sin, angles, ROTATES)
+        rotated = tl.fma(low, c, -(high * s))
+        high = tl.fma(high, c, low * s)
+        low = rotated
+    return low, high
+
+
+@triton.jit
 def added_norm_kernel(
     x,
     partial_sums,
@@ -355,13 +387,13 @@ def placed_kernel(
     low = _sum(partial_sums, offsets, real, COUNT * ALL * DIM, SPLITS, DTYPE)
     high = _sum(partial_sums, offsets + HALF, real, COUNT * ALL * DIM, SPLITS, DTYPE)
     if head < HEADS + KV_HEADS:
-        inverse = tl.rsqrt((tl.sum(low * low) + tl.sum(high * high)) / DIM + EPS)
         weight = q_weight
         if head >= HEADS:
             weight = k_weight
-        weights = _loaded(weight, weight + HALF, columns, NORMS)
-        rotation = _loaded(cos, sin, row * HALF + columns, ROTATES)
-        low, high = _normed_and_rotated(low, high, inverse, weights, rotation, NORMS, ROTATES, OFFSET, FLOAT32, DTYPE)
+        angles = row * HALF + columns
+        low, high = normed_and_rotated_head(
+            low, high, weight, cos, sin, columns, angles, NORMS, ROTATES, EPS, OFFSET, FLOAT32, DTYPE
+        )
     if head < HEADS:
         target = query + (row * HEADS + head) * DIM + columns
         tl.store(target, low.to(DTYPE))

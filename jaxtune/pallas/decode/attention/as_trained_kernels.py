@@ -10,13 +10,14 @@ _MASKED = tl.constexpr(-1e30)
 
 
 @triton.jit
-def ordered_kernel(
+def as_trained_kernel(
     query,
     keys,
     values,
-    lengths,
+    before,
     sinks,
     out,
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -27,17 +28,20 @@ def ordered_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Attention of one key/value head's queries of one row. Grid: (key/value heads, rows).
+    """Attention of one key/value head's queries of one new token. Grid: (rows TOKENS, key/value heads).
 
-    query, out: [rows, HEADS, DIM]. keys, values: [rows, KV_HEADS, CAPACITY, DIM]. lengths: int32[rows].
+    query, out: [rows, TOKENS, HEADS, DIM]. keys, values: [rows, KV_HEADS, CAPACITY, DIM].
+    before: int32[rows], the position of the first of a row's TOKENS; a negative one sees nothing.
     sinks: float32[HEADS], a logit without a value; -inf for none.
     WIDTH: DIM as a power of two. GROUP: query heads of a key/value head, as a power of two of at least 16.
     SCALE, CAP: factor on scores s, and c of the soft cap c tanh(s / c); 0: none. KEYS: keys visited at a time.
     """
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = token // TOKENS
     OWN: tl.constexpr = HEADS // KV_HEADS
-    length = tl.load(lengths + row)
-    heads = (row * HEADS + head * OWN) * DIM
+    first = tl.load(before + row)
+    length = tl.where(first < 0, 0, first + (token - row * TOKENS).to(tl.int32) + 1)
+    heads = (token * HEADS + head * OWN) * DIM
     cache = (row * KV_HEADS + head) * CAPACITY * DIM
     members = tl.arange(0, GROUP)
     lower = tl.zeros([GROUP], tl.int32)

@@ -1,8 +1,6 @@
-"""Sums in one order, whatever else a program computes: the definition of "exact" (README.md), in plain JAX.
-
-Within `exact` the operations of this package give a token's numbers bits that do not depend on how many rows or tokens
-are computed, where in a row they stand, and whether a row is trained, prefilled or decoded. XLA's products and
-reductions on a CPU choose their order by shape, so these are loops over elementwise steps.
+"""Within `exact` operations give a token's numbers bits that do not depend on how many rows or tokens are computed,
+where in a row they stand, and whether a row is trained, prefilled or decoded. On a GPU the kernels of triton.py compute
+them. On a CPU, whose products and reductions choose their order by shape, they are loops over elementwise steps.
 """
 
 from __future__ import annotations
@@ -13,6 +11,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.one_order import triton
 
 _STEP = 16  # columns that are added in one step of a loop
 _exact = jax.make_user_context(False)  # part of the keys of JAX's caches of traces
@@ -28,6 +29,11 @@ def exact(enabled: bool = True) -> Iterator[None]:
 def is_exact() -> bool:
     """Whether `exact` surrounds the trace."""
     return bool(_exact.value)
+
+
+def runs_kernels() -> bool:
+    """Whether the operations have kernels where `exact` surrounds the trace: on a GPU."""
+    return is_exact() and dispatch.compute_capability() is not None
 
 
 def exactly_if[**P, R](enabled: bool, function: Callable[P, R]) -> Callable[P, R]:
@@ -86,7 +92,26 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     x: [..., in]. weight: [out, in].
     """
-    return contracted(x[..., None, :], weight)
+    return _sums(x, weight, jnp.float32)
+
+
+def _sums(x, weight, dtype) -> jax.Array:
+    if dispatch.compute_capability() is None:
+        return contracted(x[..., None, :], weight).astype(dtype)
+    out = triton.product(x.reshape(-1, x.shape[-1]), weight, None, dtype)
+    return out.reshape(*x.shape[:-1], len(weight))
+
+
+def adapted(x: jax.Array, weight: jax.Array, adapter: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
+    """[N, out] in x's dtype, x [N, in] times the transpose of weight [out, in]. Not differentiable.
+
+    adapter: (x A^T times the scale [N, r], B [out, r]), whose product is rounded and added in x's dtype; None: there is
+      none.
+    """
+    if dispatch.compute_capability() is not None:
+        return triton.product(x, weight, adapter, x.dtype)
+    out = _sums(x, weight, x.dtype)
+    return out if adapter is None else out + _sums(*adapter, x.dtype)
 
 
 def _product_bwd(operands, dout):
@@ -112,11 +137,19 @@ def tempered(scores: jax.Array, temperature: float | jax.Array) -> jax.Array:
     return scores * (jnp.float32(1.0) / jnp.asarray(temperature, jnp.float32))
 
 
-def log_probability(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
-    """float32[N], of tokens int32[N] under softmax(logits / temperature), logits [N, V]."""
-    scores = tempered(logits, temperature[:, None])
+def log_probabilities(
+    logits: jax.Array, tokens: jax.Array, temperature: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """(log-probabilities of tokens under softmax(logits / temperature) float32[N, K], log-sum-exp float32[N]).
+
+    logits: float32[N, size or more]. tokens: int32[N, K]. temperature: float32[N].
+    """
+    if dispatch.compute_capability() is not None:
+        return triton.log_probabilities(logits, tokens, temperature, size)
+    scores = tempered(logits[:, :size], temperature[:, None])
     top, log_sum = normaliser(scores)
-    return (jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - top) - log_sum
+    of_tokens = jnp.take_along_axis(scores, tokens, axis=1)
+    return (of_tokens - top[:, None]) - log_sum[:, None], top + log_sum
 
 
 def softmax(scores: jax.Array) -> jax.Array:

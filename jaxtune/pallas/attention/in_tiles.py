@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import ordered
+from jaxtune.pallas import one_order
 from jaxtune.pallas.attention import reference
 from jaxtune.pallas.attention.layout import PackedLayout
 
@@ -50,7 +50,7 @@ def attended(
         top, total, out = so_far
         index = tile * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         key, value = (jnp.moveaxis(array, 2, 3)[:, :, :, None] for array in tile_of(index))  # [B, Q, kv, 1, KEYS, D]
-        scores = ordered.contracted(grouped, key) * scale
+        scores = one_order.contracted(grouped, key) * scale
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         age = positions[..., None] - index
@@ -61,8 +61,8 @@ def attended(
         weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
         fade = jnp.exp(top - new_top)
         rounded = weights.astype(query.dtype)[..., None, :]
-        added = ordered.contracted(rounded, jnp.swapaxes(value, -1, -2))
-        return new_top, total * fade + ordered.total(weights), out * fade[..., None] + added
+        added = one_order.contracted(rounded, jnp.swapaxes(value, -1, -2))
+        return new_top, total * fade + one_order.total(weights), out * fade[..., None] + added
 
     top = jnp.full(shape, _MASKED, jnp.float32)
     start = top, jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, dim), jnp.float32)

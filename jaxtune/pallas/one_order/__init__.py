@@ -1,0 +1,33 @@
+"""Sums in one order, whatever else a program computes ([exact](../exact.md)): plain JAX on a CPU, kernels on a GPU."""
+
+from jaxtune.pallas.one_order import triton
+from jaxtune.pallas.one_order.sums import (
+    adapted,
+    contracted,
+    exact,
+    exactly_if,
+    is_exact,
+    log_probabilities,
+    normaliser,
+    product,
+    runs_kernels,
+    softmax,
+    tempered,
+    total,
+)
+
+__all__ = [
+    "adapted",
+    "contracted",
+    "exact",
+    "exactly_if",
+    "is_exact",
+    "log_probabilities",
+    "normaliser",
+    "product",
+    "runs_kernels",
+    "softmax",
+    "tempered",
+    "total",
+    "triton",
+]

@@ -1,0 +1,214 @@
+"""The operations of sums.py as Triton kernels, for Hopper.
+
+Any tile of a product gives its sums the same bits: the tensor cores add a step's 16 columns to one accumulator, in
+ascending order (measured on an H200: eight tilings, mma and wgmma alike). So a program is divided as its rows need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas import compat, dispatch
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+MOST_RANK = 128
+# Rows up to which an operation is a node of a CUDA graph, as those of decoding steps are. Of more, a program does not
+# contain the assembly once for each layer.
+_FEW = 1024
+_LEVELS = 10  # 2 to this many numbers are read at a time by a program of `activated`, twice as many by one of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a product is divided among programs."""
+
+    tokens: int  # rows of x of a program
+    rows: int  # of the weight
+    depth: int  # columns of a step
+    warps: int
+    stages: int  # steps in flight
+
+
+def refusal(dtype) -> str | None:
+    """Why this GPU has no such kernels for a model that computes in dtype, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if dispatch.compute_capability() != (9, 0):
+        return "measured on Hopper alone (compute capability 9.0)"
+    return None if dtype in DTYPES else f"products in {jnp.dtype(dtype).name}, which tensor cores round"
+
+
+def _call(rows: int):
+    return compat.triton_graph_call if rows <= _FEW else compat.triton_call
+
+
+def tile_of(count: int, out: int) -> Tile:
+    """Of a product of x [count, in] with a weight [out, in]."""
+    if out <= 64:
+        width = max(32, 1 << (out - 1).bit_length())
+        return Tile(64 if count > 8192 else 16, width, 128, 4, 4)
+    if count <= 128:
+        tokens = max(16, 1 << (count - 1).bit_length())
+        return Tile(tokens, 64 if out >= 8192 else 32, 128, 4, 4)
+    programs = -(-count // 128) * -(-out // 256)
+    if programs < dispatch.multiprocessors():
+        return Tile(64, 128, 64, 4, 4)
+    return Tile(128, 256, 64, 8, 4)
+
+
+def product(x, weight, adapter, dtype) -> jax.Array:
+    """[N, out] in `dtype`, as sums.adapted.
+
+    x: [N, in] of 16 bits. weight: [out, in], cast to x's dtype.
+    adapter: (x A^T times its scale [N, r], B [out, r]), then `dtype` is x's; or None.
+    """
+    weight = weight.astype(x.dtype)
+    if adapter is not None:
+        adapter = adapter[0], adapter[1].astype(x.dtype)
+    tile = tile_of(len(x), len(weight))
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 4)
+        draw = (
+            jax.random.normal(key, shape).astype(x.dtype)
+            for key, shape in zip(
+                keys,
+                ((tile.tokens + 5, 200), (tile.rows + 24, 200), (tile.tokens + 5, 7), (tile.rows + 24, 7)),
+                strict=True,
+            )
+        )
+        x_, weight_, inner, b = draw
+        got = jax.jit(functools.partial(_product, tile=tile, dtype=x.dtype))(x_, weight_, (inner, b))
+        x_, weight_, inner, b = (array.astype(jnp.float32) for array in (x_, weight_, inner, b))
+        return [got], [dispatch.exactly(lambda *a: a[0] @ a[1].T + a[2] @ a[3].T)(x_, weight_, inner, b)]
+
+    _checked("product", f"{x.dtype}, {tile}", compare)
+    return _product(x, weight, adapter, tile=tile, dtype=dtype)
+
+
+def _checked(op: str, call: str, compare) -> None:
+    """ValueError if the kernel fails its check at first use: nothing else adds up in its order."""
+    dispatch.choose(op, {"one order": lambda: dispatch.first_use(op, "one order", call, compare)}, None)
+
+
+def _product(x, weight, adapter, *, tile: Tile, dtype):
+    from jaxtune.pallas.one_order import kernels
+
+    (count, columns), out = x.shape, len(weight)
+    rank = 0 if adapter is None else adapter[0].shape[1]
+    if rank > MOST_RANK:
+        raise ValueError(f"exact: an adapter of rank {rank}; up to {MOST_RANK}")
+    inner, b = (x, weight) if adapter is None else adapter
+    [result] = _call(count)(
+        kernels.product_kernel,
+        (x, weight, inner, b),
+        [jax.ShapeDtypeStruct((count, out), dtype)],
+        (-(-count // tile.tokens) * -(-out // tile.rows),),
+        warps=tile.warps,
+        stages=tile.stages,
+        COUNT=count,
+        OUT=out,
+        COLUMNS=columns,
+        RANK=rank,
+        THIN=max(16, 1 << max(rank - 1, 0).bit_length()),
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
+        DEPTH=tile.depth,
+        BAND=8,
+        STAGES=tile.stages,
+    )
+    return result
+
+
+def activated(gate, up, activation: str) -> jax.Array:
+    """activation(gate) * up in gate's dtype, of one shape, in float32, rounded once. activation: of ACTIVATIONS."""
+    from jaxtune.pallas.one_order import kernels
+
+    [out] = _call(gate.size // gate.shape[-1])(
+        kernels.gated_kernel,
+        (gate, up),
+        [jax.ShapeDtypeStruct(gate.shape, gate.dtype)],
+        (-(-gate.size >> _LEVELS),),
+        warps=4,
+        stages=1,
+        SIZE=gate.size,
+        ACTIVATION=ACTIVATIONS[activation],
+        BLOCK=1 << _LEVELS,
+    )
+    return out
+
+
+def normed(x, weight, eps: float, offset: float, float32: bool) -> jax.Array:
+    """The RMS norm of x [..., size] over its last axis, by the kernel of decoding steps."""
+    from jaxtune.pallas.decode.few_rows import triton_kernels
+    from jaxtune.pallas.decode.few_rows.triton import norm_warps
+
+    size = x.shape[-1]
+    rows = x.reshape(-1, size)
+    _, out, *_ = _call(len(rows))(
+        triton_kernels.added_norm_kernel,
+        (rows, jnp.zeros((1, *rows.shape), x.dtype), weight),
+        [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (rows.shape, rows.shape, (1,), (1,))],  # two are not written
+        (len(rows),),
+        warps=norm_warps(size),
+        stages=1,
+        COUNT=len(rows),
+        SIZE=size,
+        WIDTH=1 << (size - 1).bit_length(),
+        SPLITS=1,
+        EPS=float(eps),
+        OFFSET=float(offset),
+        FLOAT32=int(float32),
+        ROUNDS=0,
+        BLOCK=0,
+    )
+    return out.reshape(x.shape)
+
+
+def heads(x, weight, cos, sin, eps: float, offset: float, float32: bool) -> jax.Array:
+    """The heads x [B, T, heads, D], normed with weight [D] unless it is None, and rotated by float32[B, T, D / 2]."""
+    from jaxtune.pallas.one_order import kernels
+
+    rows, length, count, dim = x.shape
+    [out] = _call(rows * length)(
+        kernels.heads_kernel,
+        (x, cos if weight is None else weight, cos, sin),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        (rows * length, count),
+        warps=1,
+        stages=1,
+        HEADS=count,
+        DIM=dim,
+        NORMS=int(weight is not None),
+        EPS=float(eps),
+        OFFSET=float(offset),
+        FLOAT32=int(float32),
+    )
+    return out
+
+
+def log_probabilities(logits, tokens, temperature, size: int) -> tuple[jax.Array, jax.Array]:
+    """As sums.log_probabilities."""
+    from jaxtune.pallas.one_order import kernels
+
+    rows, width = logits.shape
+    of_tokens, log_sums = _call(rows)(
+        kernels.log_probability_kernel,
+        (logits, tokens, jnp.asarray(temperature, jnp.float32)),
+        [jax.ShapeDtypeStruct(tokens.shape, jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.float32)],
+        (rows,),
+        warps=8,
+        stages=1,
+        STRIDE=width,
+        SIZE=size,
+        BLOCK=2 << _LEVELS,
+        LEVELS=_LEVELS + 1,
+        COUNT=tokens.shape[1],
+    )
+    return of_tokens, log_sums

@@ -1,0 +1,134 @@
+"""The kernels of operations in one order, run by Triton's interpreter. In float16, as the interpreter multiplies it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from triton_interpreter import interpreted
+
+from jaxtune.pallas import one_order
+from jaxtune.pallas.attention import attention_forward, packed_layout
+from jaxtune.pallas.decode.attention import cache_of, chunk_attention, decode_attention
+from jaxtune.pallas.decode.few_rows import added_norm, placed
+from jaxtune.pallas.gated import activated
+from jaxtune.pallas.normed_heads import normed, normed_heads, rotated
+from jaxtune.pallas.quant_matmul import LoraWeights
+
+
+def drawn(number: int, *shape: int, dtype=jnp.float16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(number).standard_normal(shape), dtype)
+
+
+@pytest.fixture(autouse=True)
+def exactly():
+    with interpreted((9, 0)), one_order.exact():
+        yield
+
+
+@pytest.mark.parametrize(("rows", "columns", "out", "rank"), [(3, 200, 40, 0), (70, 136, 90, 7), (300, 64, 520, 0)])
+def test_products(rows, columns, out, rank):
+    x, weight = drawn(0, rows, columns), drawn(1, out, columns)
+    adapter = (drawn(2, rows, rank), drawn(3, out, rank)) if rank else None
+    got = one_order.adapted(x, weight, adapter)
+    wide = [np.float32(array) for array in (x, weight, *(adapter or ()))]
+    want = np.float16(wide[0] @ wide[1].T)
+    if rank:
+        want = want + np.float16(wide[2] @ wide[3].T)
+    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2e-3, atol=2e-2)
+
+
+def test_few_rows_round_a_product_and_its_adapter_as_many_do():
+    """Of whole numbers, whose sums are exact, so that a rounding in another place shows."""
+    from jaxtune.pallas.decode.few_rows import triton as few
+
+    draw = np.random.default_rng(0)
+    x, weight, a, b = (
+        jnp.asarray(draw.integers(-40, 41, shape), jnp.float16) for shape in ((5, 256), (128, 256), (4, 256), (128, 4))
+    )
+    lora = LoraWeights(a, b, None, 0.3)
+    inner = one_order.adapted(x, a)
+    inner = (inner.astype(jnp.float32) * 0.3).astype(jnp.float16)
+    want = one_order.adapted(x, weight, (inner, b))
+    got = few.products(x, [weight], [lora])
+    assert got.shape == (1, 5, 128)
+    np.testing.assert_array_equal(got[0], want)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_are_rounded_once(activation):
+    gate, up = 3 * drawn(0, 7, 300), drawn(1, 7, 300)
+    with one_order.exact(False):
+        want = activated(gate.astype(jnp.float32), up.astype(jnp.float32), activation)
+    got = activated(gate, up, activation)
+    np.testing.assert_allclose(np.float32(got), want, rtol=2**-11 + 1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("float32", [True, False])
+def test_norms_have_the_bits_of_a_decoding_step(float32):
+    x, weight = drawn(0, 2, 9, 192), drawn(1, 192)
+    got = normed(x, weight, 1e-5, 1.0, float32)
+    rows = x.reshape(18, 192)
+    zeros = jnp.zeros((1, *rows.shape), x.dtype)
+    _, want = added_norm(rows, zeros, weight, eps=1e-5, offset=1.0, float32=float32, implementation="triton")
+    np.testing.assert_array_equal(got.reshape(18, 192), want)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_heads_have_the_bits_of_a_decoding_step(norms):
+    rows, heads, kv_heads, dim = 5, 4, 2, 64
+    projected, angles = drawn(0, rows, heads + 2 * kv_heads, dim), drawn(1, rows, dim // 2, dtype=jnp.float32)
+    table = jnp.cos(angles), jnp.sin(angles)
+    weights = (drawn(2, dim), drawn(3, dim)) if norms else None
+    cache = jnp.zeros((rows, kv_heads, 128, dim), jnp.float16)
+    positions = jnp.arange(rows, dtype=jnp.int32)
+    query, keys, values = placed(projected.reshape(1, rows, -1), cache, cache, positions, table, weights)
+    parts = projected[:, None, :heads], projected[:, None, heads : heads + kv_heads]
+    of_training = [angles[:, None] for angles in table]
+    if weights is None:
+        got = [rotated(False, part, *of_training) for part in parts]
+    else:
+        got = [normed_heads(part, weight, tuple(of_training)) for part, weight in zip(parts, weights, strict=True)]
+    np.testing.assert_array_equal(got[0][:, 0], query)
+    np.testing.assert_array_equal(got[1][:, 0], keys[np.arange(rows), :, np.arange(rows)])
+    np.testing.assert_array_equal(projected[:, heads + kv_heads :], values[np.arange(rows), :, np.arange(rows)])
+
+
+def test_log_probabilities_depend_neither_on_rows_nor_on_what_follows_the_vocabulary():
+    logits, temperatures = 4 * drawn(0, 6, 5000, dtype=jnp.float32), jnp.linspace(0.5, 1.5, 6)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 5000, (6, 3)), jnp.int32)
+    got, sums = one_order.log_probabilities(logits, tokens, temperatures, 5000)
+    scores = np.float64(logits) / np.float64(temperatures)[:, None]
+    lse = np.log(np.exp(scores).sum(1))
+    np.testing.assert_allclose(sums, lse, rtol=1e-5)
+    np.testing.assert_allclose(got, np.take_along_axis(scores, np.asarray(tokens), 1) - lse[:, None], atol=1e-4)
+    wider = jnp.pad(logits, ((0, 0), (0, 8)), constant_values=100.0)
+    one, _ = one_order.log_probabilities(wider[4:5], tokens[4:5, 1:2], temperatures[4:5], 5000)
+    np.testing.assert_array_equal(one, got[4:5, 1:2])
+
+
+@pytest.mark.parametrize("starts", [(0, 5, 70, 71, 200), (0, 64, 128), (3, 100, 163)])
+def test_attention_of_a_document_has_the_same_bits_wherever_it_begins(starts):
+    """Packed behind others, alone in a row, in a decoding step and in a chunk."""
+    length, heads, kv_heads, dim = 256, 4, 2, 64
+    query, key, value = (drawn(n, 1, length, count, dim) for n, count in enumerate((heads, kv_heads, kv_heads)))
+    bounds = [*starts, length - 6]
+    segments = np.zeros((1, length), np.int32)
+    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False), 1):
+        segments[0, start:end] = number
+    options = dict(scale=dim**-0.5, soft_cap=5.0, sinks=jnp.linspace(-1, 1, heads))
+    packed, lse = attention_forward(query, key, value, packed_layout((1, length), jnp.asarray(segments)), **options)
+    assert not np.asarray(packed)[0, segments[0] == 0].any() and np.isfinite(np.asarray(lse)).all()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        parts = [array[:, start:end] for array in (query, key, value)]
+        alone, _ = attention_forward(*parts, packed_layout((1, end - start)), **options)
+        np.testing.assert_array_equal(packed[:, start:end], alone)
+        count = end - start
+        caches = [cache_of(array, jnp.asarray([count]), 256) for array in parts[1:]]
+        newest = decode_attention(parts[0][:, -1], *caches, jnp.asarray([count]), **options)
+        np.testing.assert_array_equal(newest, alone[:, -1])
+        before = count // 3
+        caches = [cache_of(array[:, : max(before, 1)], jnp.asarray([before]), 256) for array in parts[1:]]
+        chunk = chunk_attention(*(part[:, before:] for part in parts), *caches, jnp.asarray([before]), **options)
+        np.testing.assert_array_equal(chunk, alone[:, before:])
