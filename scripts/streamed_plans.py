@@ -1,4 +1,4 @@
-"""Prints the table of docs/streaming.md: forecasts of models whose weights stream, by card. In two minutes of a core:
+"""Prints the table of docs/memory.md: forecasts of models whose weights stream, by card. In two minutes of a core:
 python -m scripts.streamed_plans
 """
 
