@@ -140,9 +140,7 @@ def run(arguments: Sequence[str]) -> None:
 def _begin(
     options: argparse.Namespace, shapes: Decoder, room: float | None, tokenizer_of: Callable[[], Tokenizer | None]
 ) -> None:
-    """Begins to load or compile the programs of the only prompt while the weights load; in vain if the memory then has
-    another plan.
-    """
+    """Begins to load or compile the only prompt's programs while the weights load."""
     from jaxtune.commands.answers import prompt_of
     from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.generate import begin

@@ -221,11 +221,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
 
 
 def _models(options: argparse.Namespace, beside: Beside) -> list[ServedModel]:
-    """The base, then the argument `model` if it is an adapter, then those of --adapter, over the same arrays.
-    ValueError: two have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
-
-    beside: as for from_pretrained.
-    """
+    """The base, then the adapters, over the same arrays. ValueError: two have one name, or there is no tokenizer."""
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import to_host
     from jaxtune.models.ends import with_end_tokens

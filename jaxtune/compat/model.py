@@ -464,8 +464,7 @@ class CompatModel:
 
 
 def _linear_positions(name: str, adapter: str | None, length: int | None) -> dict[str, object] | None:
-    """Unsloth's rope_scaling of a model that has fewer positions than `length`, unless it scales them already; None of
-    any other. adapter: the folder of one over the model, whose training's scaling comes before this."""
+    """Unsloth's rope_scaling of a model with fewer positions than `length`; None of any other."""
     over = None if adapter is None else trained_over.read(Path(adapter).expanduser())
     if length is None or (over is not None and any(over.positions.values())):
         return None
@@ -657,10 +656,7 @@ class FastLanguageModel:
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """load_in of jaxtune.from_pretrained for Unsloth's arguments. ValueError: two contradict.
-
-    flags: {name: value} of other formats' arguments, such as load_in_fp8.
-    """
+    """load_in of from_pretrained for Unsloth's arguments. ValueError: two contradict."""
     for flag, value in flags.items():
         if not value:
             continue

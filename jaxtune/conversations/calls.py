@@ -165,9 +165,7 @@ _NAMED = re.compile(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", 
 
 
 def _invoked(text: str, schemas: Schemas) -> list[Call]:
-    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>; ValueError for other text
-    beside it.
-    """
+    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>."""
     calls = [
         Call(name, {key: _typed(value, schemas.get(name, {}), key) for key, value in _NAMED.findall(body)})
         for name, body in _INVOKE.findall(text)
@@ -199,9 +197,7 @@ _DEEPSEEK = re.compile(
 
 
 def _deepseek(text: str, schemas: Schemas) -> list[Call]:
-    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1); ValueError for other text
-    beside it.
-    """
+    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1)."""
     calls = [
         Call(name or short, arguments_of(block if name else bare))
         for _, name, block, short, bare in _DEEPSEEK.findall(text)
@@ -219,9 +215,7 @@ _KIMI = re.compile(
 
 
 def _kimi(text: str, schemas: Schemas) -> list[Call]:
-    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>; ValueError for
-    other text beside it.
-    """
+    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>."""
     calls = [Call(name, arguments_of(value)) for name, value in _KIMI.findall(text)]
     if not calls or _KIMI.sub("", text).strip():
         raise ValueError("a call is <|tool_call_begin|>NAME<|tool_call_argument_begin|>JSON<|tool_call_end|>")
@@ -242,9 +236,7 @@ def _mistral(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _python(text: str, schemas: Schemas) -> list[Call]:
-    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line. ValueError for other code; nothing is
-    run.
-    """
+    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line."""
     try:
         bodies = [line.value for line in ast.parse(text.strip()).body if isinstance(line, ast.Expr)]
     except SyntaxError as error:

@@ -118,9 +118,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
 
 
 def _template(recipe: Translation, method: str) -> None:
-    """data.template: what the named template writes; without a name the tokenizer's own, as there. ConfigError for an
-    unknown name.
-    """
+    """data.template: what the named template writes; ConfigError for an unknown name."""
     name = recipe["template"]
     if name is None:
         recipe.set("data.template", "tokenizer")
@@ -189,9 +187,7 @@ def _adapter(recipe: Translation) -> None:
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
-    """Entries of dataset_info.json below `folder` or the current folder, with the folder of the file as "base"; {}
-    without such a file. ConfigError for a file of another form.
-    """
+    """Entries of dataset_info.json below `folder` or the current folder, with its folder as "base"."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():

@@ -94,9 +94,7 @@ def _loss(recipe: Translation, trainer: str) -> None:
 
 
 def _objective(recipe: Translation, trainer: str) -> None:
-    """Sets the keys of `objective`. ConfigError for GRPO or RLOO without reward functions. trainer: TRL's command, such
-    as "sft".
-    """
+    """Sets the keys of `objective` for a TRL command, such as "sft"."""
     trainer_defaults = recipe.table.sections[trainer].defaults
     for key, ours in recipe.table.top.same_value.items():
         if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:

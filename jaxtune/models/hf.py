@@ -504,14 +504,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
-    """The file tensors as which one tensor is written: experts become several, feed-forwards get other names where
-    `files` (the family's expert_files) says so, and a quantised weight becomes its format's tensors.
-
-      value: the tensor, or only its shape.
-      make: computes the tensor when it is written.
-
-    Raises ValueError for quantised experts that the family's checkpoints cannot store.
-    """
+    """The file tensors as which one tensor is written. ValueError for experts that the family cannot store."""
     if isinstance(value, Stored):
         pieces = None
         if ".experts." in name and not format_of(value).layout(value).whole_experts:

@@ -124,9 +124,8 @@ def _signed(word: int) -> int:
 
 
 def _entries(table: bytes, word):
-    """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest bits first, by byte
-    permutations alone: for each byte of an entry and both halves of the table, one looks up four codes in eight bytes.
-    A byte that is 0 in all entries, as of tables in bfloat16, costs nothing.
+    """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest first, by byte
+    permutations.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -148,9 +147,7 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """Looks up eight 4-bit codes of an int32 by warp shuffles of all lanes, lowest bits first. Lanes i and i + 16
-    provide entry i. A shuffle within 16 lanes reads only the low four bits of an index, so codes need no mask.
-    """
+    """Looks up eight 4-bit codes of an int32 by warp shuffles, lowest first; lanes i and i + 16 provide entry i."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)

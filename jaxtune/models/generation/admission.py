@@ -108,9 +108,7 @@ class Admission:
         self._rows.place(request, slot, switch if len(request.tokens) <= switch else device.NEVER)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
-        """Allocates or grows the slots' caches if `nearest` need it, to the bucket of the longest row, because each
-        capacity compiles.
-        """
+        """Allocates or grows the slots' caches if `nearest` need it, to the bucket of the longest row."""
         if all(request.limit <= self._caches.capacity for request in nearest):
             return
         if self._ready.beside:
@@ -120,9 +118,7 @@ class Admission:
             self.grow(self._row_programs.capacity_of_rows(limits))
 
     def _served(self, grows: bool = False) -> Iterator[Request]:
-        """Those that wait, in order, without rows whose programs are being compiled. grows: also with longer rows than
-        the caches have room for.
-        """
+        """Those that wait and whose programs are ready; `grows`: also longer ones than the caches have room for."""
         if not self._ready.beside:
             yield from self.waiting
             return

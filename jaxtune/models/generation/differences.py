@@ -186,9 +186,7 @@ def _cached(cache: jax.Array, positions: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=AS_TRAINED)
 def _trained(graph, spec: LayerSpec, trainable, frozen, x, layout: PackedLayout, norm) -> dict[str, jax.Array]:
-    """What a training step computes in a layer, by the names of residuals, and of plain_layer's operations where a
-    residual is not what these make.
-    """
+    """What a training step computes in a layer, by the names of residuals and of plain_layer's operations."""
     block: Block = nnx.merge(graph, trainable, frozen)
     attention, feed_forward = block.parts["mixer"], block.parts["mlp"]
     names = tuple(residual.name for residual in block.residuals()[1:])
@@ -252,10 +250,7 @@ def _decoded(
     positions,
     tables,
 ) -> dict[str, jax.Array]:
-    """The results of a decoding step's operations, each of what the training forward made before it.
-
-    at: {name: [B, ...]}, the training forward's results.
-    """
+    """A decoding step's results of what the training forward, {name: [B, ...]}, made before each operation."""
     block: Block = nnx.merge(graph, trainable, frozen)
     next_weight = nnx.merge(norm_graph, norm_state).weight[...]
     results: dict[str, jax.Array] = {}

@@ -156,9 +156,7 @@ class Rounds:
         self.dispatched.append(Round(emitted, size.steps, requests))
 
     def _steps_of_round(self, more_come: bool) -> int:
-        """One where others come at once, or a new row gets its first token early at the cost of few others, or all rows
-        end so soon that most steps of a longer round would be in vain.
-        """
+        """One where others come, a new row waits for its first token, or all rows end within few steps."""
         if not self._first_at_once:
             return self._steps
         rows = self._rows.taken

@@ -550,8 +550,8 @@ class Sampler:
         self._free_dropped(request.adapter)
 
     def _due(self) -> list[Piece]:
-        """The pieces that `step` returns: those with a row's first tokens, its last, or as many as a usual round makes.
-        Of rounds of one step fewer are due at different times of different rows.
+        """The pieces that `step` returns: those with a row's first tokens, its last, or as many as
+        a usual round makes.
         """
         pieces, self._pieces = joined_pieces(self._pieces), []
         due = []

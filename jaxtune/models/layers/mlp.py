@@ -114,9 +114,7 @@ class MLP(nnx.Module):
         )
 
     def _joins(self) -> bool:
-        """Whether the backward differentiates `expand` and `contract` at once, by gated_mlp: all three matrices
-        multiply in FP8 and have adapters and nothing else, and the weights of gate and up join.
-        """
+        """Whether gated_mlp differentiates `expand` and `contract` at once: FP8 with adapters and nothing else."""
         if self.config.fused_gate_up:
             return False
         linears = self.gate_proj, self.up_proj, self.down_proj
@@ -205,12 +203,8 @@ class MLP(nnx.Module):
 def _down(activation: str, graph, trainable, frozen, gate, up, key, earlier_low_rank):
     """activation(gate) * up, multiplied by down_proj: ([B, T, hidden], the adapter's low-rank inputs).
 
-    The backward needs three arrays of gate's size where the kernel runs: it overwrites gate, up and the gradient of
-    activation(gate) * up with the gradients of gate and up and with that product itself, which trained tensors need.
-    The reference needs up to six.
-
-      graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
-      earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
+    The backward needs three arrays of gate's size where the kernel runs, which overwrites what it reads; the reference
+    up to six.
     """
     with low_rank.collected(earlier_low_rank) as low_rank_values:
         out = nnx.merge(graph, trainable, frozen)(activated(gate, up, activation), key)

@@ -75,9 +75,6 @@ def _documents(layout: PackedLayout):
 def _stat_index(layout: PackedLayout):
     """(document, index within it), int32[B, T] each: where cuDNN's statistics [B * M, heads, T] store each token's
     log-sum-exp.
-
-    JAX passes the documents of all rows in one list without unused entries, so they are numbered through all rows. At
-    padding the numbers mean nothing.
     """
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
@@ -86,11 +83,7 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
-    """(arrays, keywords) of JAX's cuDNN call, after query, key and value.
-
-    The arrays are a bias, lengths for queries and for keys, first tokens for both, and two page tables; an empty one
-    means that the feature is off.
-    """
+    """(arrays, keywords) of JAX's cuDNN call, after query, key and value; an empty array: the feature is off."""
     unused = jnp.zeros(0, query.dtype)
     if _whole(layout):
         mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)

@@ -137,12 +137,7 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
 
 
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, first token, tokens), int[documents] each: the documents of cuDNN's case.
-
-    Row 0 has `most`, row 1 one fewer, row 2 two fewer, row 3 `most` again, ...; at least one each. Numbers differ
-    because cuDNN was wrong for a single one. Each document begins an equal section of its row, and padding follows it;
-    if `most` is 1, it fills nine tenths.
-    """
+    """(row, first token, tokens), int[documents] each: the documents of cuDNN's case, in unequal numbers a row."""
     most = min(most, length)
     section = length // most
     sizes = [section - section // 10] if most == 1 else [min(section, tokens) for tokens in _DOCUMENT_LENGTHS]

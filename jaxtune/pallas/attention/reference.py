@@ -37,10 +37,8 @@ def _scores(query, key, scale, soft_cap):
 
 
 def _visible(start, end, first, length, window, causal):
-    """bool[B, 1, 1, Q, T]: which of the row's T = `length` keys each of the queries first, first + 1, ... sees.
-
-    start, end: int32[B, Q], the bounds of the queries' documents, or of `_ends`.
-    causal: False: a query sees all keys between its bounds, but for a window.
+    """bool[B, 1, 1, Q, T]: which keys each of the queries first, first + 1, ... sees; start, end: int32[B, Q], their
+    bounds.
     """
     queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
     keys = jnp.arange(length, dtype=jnp.int32)
@@ -59,9 +57,8 @@ def _ends(layout):
 
 
 def _chunked(length, per_query):
-    """(queries of a chunk, `length` rounded up to whole chunks): as few even chunks as keep scores within _MAX_SCORES.
-
-    per_query: scores of one query position, over all rows, heads and keys.
+    """(queries of a chunk, `length` rounded up to whole chunks): as few even chunks as keep scores
+    within _MAX_SCORES.
     """
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)

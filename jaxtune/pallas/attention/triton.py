@@ -116,13 +116,11 @@ def _call(
     window,
     soft_cap,
 ):
-    """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
-    the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
+    """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0.
 
-      program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
-      grid_heads: query heads in the forward and dq, key heads in dk and dv.
-      arguments: input arrays, query first.
-      runs: whether `ends` has bounds of runs behind those of documents (`_ends`).
+    program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
+    grid_heads: query heads in the forward and dq, key heads in dk and dv.
+    arguments: input arrays, query first.
     """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")

@@ -67,12 +67,11 @@ def chunk(query, key, value, decay, beta, state):
 
 
 def _run(query, key, value, decay, beta, doc_start, first=None):
-    """float32 (out [B, T, heads, V], last state [B, heads, K, V]) over all tokens, by groups of chunks; out at padding
-    means nothing. Products have full precision for float32 values, the device's default for others.
+    """float32 (out [B, T, heads, V], last state [B, heads, K, V]) over all tokens, by groups of chunks.
 
-      decay, beta: 0 at padding.
-      doc_start: int32[B, T], each token's document's first token; negative if before the first token.
-      first: float32[B, heads, K, V], the state before the tokens; None: 0.
+    decay, beta: 0 at padding.
+    doc_start: int32[B, T], each token's document's first token; negative if before the first token.
+    first: float32[B, heads, K, V], the state before the tokens; None: 0.
     """
     rows, length, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
@@ -103,7 +102,6 @@ def _group(precision, state, group):
     """(state after a group's chunks, output float32[B, chunks, chunk, heads, V]); the backward recomputes it.
 
     state: float32[B, key_heads, value heads of a key head, K, V].
-    group: (int32[chunks], each chunk's first token; then _run's arrays, each [B, chunks, chunk, ...]).
     """
     firsts, query, key, value, decay, beta, doc_start = group
     chunk, key_heads, key_dim = key.shape[2:]
@@ -174,9 +172,7 @@ def _inverse_fwd(lower, precision):
 
 
 def _inverse_bwd(precision, inverse, gradient):
-    """-inverse^T gradient inverse^T. Entries on and above the diagonal are not zeroed: the mask that made `lower` drops
-    them.
-    """
+    """-inverse^T gradient inverse^T; the mask that made `lower` drops entries on and above the diagonal."""
     transposed = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.matmul(jnp.matmul(transposed, gradient, precision=precision), transposed, precision=precision),)
 

@@ -8,9 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _sum(current, back1, back2, back3, w0, w1, w2, w3, token, start):
-    """A token's sum, float32[WIDTH], of x of itself and the three before; x before `start`, its document's first token,
-    does not count.
-    """
+    """A token's sum, float32[WIDTH], of x of itself and the three before, from `start` on."""
     total = current.to(tl.float32) * w0
     total += tl.where(token - 1 >= start, back1.to(tl.float32), 0.0) * w1
     total += tl.where(token - 2 >= start, back2.to(tl.float32), 0.0) * w2
@@ -34,10 +32,7 @@ def _of_sum(dout, current, back1, back2, back3, w0, w1, w2, w3, token, start, en
 
 @triton.jit
 def _of_token(token, dsum, after1, after2, after3, w0, w1, w2, w3, start1, start2, start3):
-    """Gradient of x of a token, float32[WIDTH], from those of the sums of itself and of the three after it.
-
-    start1, start2, start3: where the documents of these three begin.
-    """
+    """Gradient of x of a token, float32[WIDTH], from those of the sums of itself and of the three after it."""
     total = dsum * w0
     total += tl.where(token >= start1, after1, 0.0) * w1
     total += tl.where(token >= start2, after2, 0.0) * w2

@@ -54,9 +54,7 @@ def step(query, key, value, decay, beta, state):
 
 
 def _token(query, key, value, decay, beta, state):
-    """(out float32[B, heads, V], next state) of one token of each row; arrays are those of the rule without their token
-    axis.
-    """
+    """(out float32[B, heads, V], next state) of one token of each row."""
     heads = value.shape[1]
     query, key = (jnp.repeat(unit(x), heads // x.shape[1], axis=1)[..., None] for x in (query, key))
     state = state * jnp.exp(decay.astype(jnp.float32))[..., None, None]

@@ -337,10 +337,8 @@ class FP8Files(Layout):
 
 
 def _check_group(where: str, group: Any) -> None:
-    """Raises ValueError unless an entry of compressed-tensors' config_groups describes weights that can be read:
-    symmetric floats of 8 bits, with activation scales, if any, computed while serving.
-
-      where: the entry's path in quantization_config, for the message.
+    """ValueError unless an entry of config_groups describes symmetric floats of 8 bits, with scales computed while
+    serving.
     """
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     rules: list[tuple[str, Any, tuple]] = [
@@ -359,12 +357,8 @@ def _check_group(where: str, group: Any) -> None:
 
 
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
-    """Raises ValueError if a finite scale is out of range, as in a damaged file: negative, below 2^-126 (0 is allowed
-    if the block's codes are all 0), or so large that 448 times it is not finite in `dtype_name`. The loader refuses
-    scales that are not finite.
-
-      scales: float32, in the file's shape.
-      codes: float8_e4m3fn[out, in].
+    """ValueError for a finite scale, float32 in the file's shape, that is negative, below 2^-126 or too large for
+    `dtype_name`.
     """
     largest_scale = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
     wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= largest_scale))

@@ -91,9 +91,7 @@ class Int8(Stored):
 
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(codes int8[..., out, in], absmax float32[..., out]). A row is rounded to float16 unless a number is beyond its
-    range.
-    """
+    """(codes int8[..., out, in], absmax float32[..., out], rounded to float16 within its range)."""
     exact = array.astype(jnp.float32)
     half = as_float16(exact)  # bitsandbytes quantises weights that were rounded so
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)

@@ -141,11 +141,7 @@ class MXFP4(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """Exact if the dtype can represent the numbers; infinite beyond float32's range; zero below 2^-126.
-
-        A scale of 255 (NaN in e8m0) makes numbers infinite whose codes stand for 1 or more; layouts refuse it in
-        `read`. A number's bits are assembled without a table or a power: its exponent is the sum of code's and scale's.
-        """
+        """Exact if the dtype can represent the numbers; infinite beyond float32's range; zero below 2^-126."""
         with jax.named_scope("dequantise"):
             nibbles = unpacked(self.codes).astype(jnp.int32).reshape(*self.scales.shape, BLOCK)
             size, sign = nibbles & 7, nibbles >> 3 << 31

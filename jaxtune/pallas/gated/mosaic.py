@@ -51,9 +51,7 @@ def unsupported(dtype, size: int, activation: str) -> str | None:
 
 
 def _sigmoid(z):
-    """Sigmoid of float32 z as the square of 1 / sqrt(1 + exp(-z)), as Pallas has no approximate division; its error is
-    2^-21.
-    """
+    """Sigmoid of float32 z as the square of 1 / sqrt(1 + exp(-z)), with an error of 2^-21."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
@@ -77,9 +75,7 @@ def _results(values, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK], by the results; a program is a warpgroup and computes one
-    chunk.
-    """
+    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK], by the results, a chunk a warpgroup."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")

@@ -34,10 +34,8 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
-    """Compares a small case with the reference: an empty row, rows that end within and at the end of a tile, and rows
-    longer than the cache, then a ring.
-
-      module: `decode` computes the case; `variant` names the tiles of the compiled kernel.
+    """Compares a small case with the reference: rows empty, of whole and broken tiles, longer than the cache, and a
+    ring.
     """
     (_, heads, dim), kv_heads, dtype = query.shape, keys.shape[1], jnp.dtype(query.dtype)
     group = heads // kv_heads

@@ -112,10 +112,7 @@ def chunk_attention(
 
 
 def _in_tiles(keys: jax.Array, values: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
-    """The same in tiles, whose axis comes first; keys that pad the last tile have position -1.
-
-    keys, values: [B, kv_heads, T, D]. positions: int32[B, T].
-    """
+    """The same in tiles, whose axis comes first; keys that pad the last tile have position -1."""
     padding = -keys.shape[2] % _TILE
 
     def divided(array: jax.Array) -> jax.Array:  # [B, kv_heads, T, D]

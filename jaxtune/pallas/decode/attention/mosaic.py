@@ -97,12 +97,9 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
 
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
-    """Attention over each split alone: (float32[B, kv_heads, splits, padded heads, D], normalised by the split's own
-    sum of weights; log-sum-exps float32[B, kv_heads, splits, padded heads] in log2). Splits without visible keys stay
-    unwritten.
+    """Attention over each split alone: (float32[B, kv_heads, splits, padded heads, D], its log-sum-exps in log2).
 
-      query: [B, kv_heads, padded heads, D], rows of zeros last.
-      table, lines: from work_of.
+    query: [B, kv_heads, padded heads, D], rows of zeros last.
     """
     rows, kv_heads, heads, dim = query.shape
     splits = -(-keys.shape[2] // SPLIT)
@@ -136,10 +133,7 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
 
 
 def _combine(split_outputs, lse, order, count, sinks, group: int, dtype):
-    """[B, kv_heads, group, D] in dtype, of _split's and work_of's results.
-
-    sinks: float32[kv_heads, padded heads] in log2; MASKED for none.
-    """
+    """[B, kv_heads, group, D] in dtype; sinks: float32[kv_heads, padded heads] in log2, MASKED for none."""
     rows, kv_heads, splits, padded, dim = split_outputs.shape
     heads = min(group, MOST_HEADS)
     programs = -(-group // heads)

@@ -116,9 +116,7 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
 
 
 def _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks):
-    """Decode attention by one kernel, a node of XLA's CUDA graph: for short caches a second kernel that combines splits
-    would cost more than the division gains.
-    """
+    """Decode attention by one kernel, for caches so short that a second one would cost more than splits gain."""
     from jaxtune.pallas.decode.attention import triton_kernels
 
     rows, heads, dim = query.shape

@@ -36,11 +36,7 @@ def _chosen_product(op: str, x, most: int, refusal, first_use, implementation: s
 
 
 def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes: Sequence[str]) -> None:
-    """Checks the adapters a [r, in], b [out, r] of a product's weights. ValueError for a row_scale (DoRA), which these
-    kernels do not compute.
-
-      sizes: the name of each weight's number of rows, such as "out_0".
-    """
+    """Checks the adapters a [r, in], b [out, r] of a product's weights. ValueError for a row_scale (DoRA)."""
     if loras:
         check.sequence("loras", loras, "one for each weight, or None in its place", len(sizes))
     for index, lora in enumerate(loras):

@@ -171,10 +171,7 @@ def _has_gluon() -> bool:
 
 
 def _shares(keys, tile: Tile) -> int:
-    """Programs that share the keys of each key/value head of each row: with a tile of _TILES_OF_FEW_HEADS as many as
-    tiles, all at most as many as multiprocessors (at least one: `_tile` gives such a tile only where there are no more
-    heads); else one.
-    """
+    """Programs that share the keys of each key/value head of each row."""
     rows, kv_heads, capacity, _ = keys.shape
     return (
         min(capacity // tile.step, _MULTIPROCESSORS // (rows * kv_heads)) if tile in _TILES_OF_FEW_HEADS.values() else 1
@@ -184,8 +181,8 @@ def _shares(keys, tile: Tile) -> int:
 def _first_use(
     partial_sums, keys, dtype, table, norms, call_masking: dict, rounding: dict, tile: Tile, shares: int
 ) -> str | None:
-    """The case has rows without a token, rows that end within and at the end of a tile, and rows longer than the cache;
-    each program that shares a head has two tiles more than it reads ahead; a window begins within a tile.
+    """The case has rows without a token, with broken and whole tiles, longer than the cache, and a window within a
+    tile.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
     group = partial_sums.shape[2] // dim // kv_heads - 2

@@ -137,9 +137,7 @@ def _values_of(values, STEP: gl.constexpr, FP8: gl.constexpr):
 
 @gluon.jit
 def _transposed(x, ROWS: gl.constexpr):
-    """16-bit x [ROWS, 8] from an accumulator's layout (_SUMS) to a right operand's (_RIGHT). After movmatrix, which
-    transposes blocks of 8 x 8 between threads, each thread has its numbers already; nothing else moves.
-    """
+    """16-bit x [ROWS, 8] from an accumulator's layout (_SUMS) to a right operand's (_RIGHT)."""
     x = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
     )
@@ -150,7 +148,7 @@ def _transposed(x, ROWS: gl.constexpr):
 @gluon.jit
 def _tile_places(STEP: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Indices i, j, column of a tile's numbers, or words, as [STEP / ROWS, ROWS, COLUMNS]; a number is in row ROWS i +
-    j. A thread copies all i of one j and 16 bytes, so that its addresses differ by constants only.
+    j.
     """
     PARTS: gl.constexpr = gl.BlockedLayout(
         [STEP // ROWS, 1, COLUMNS * ROWS // 32], [1, ROWS, 32 // ROWS], [1, 1, 1], [2, 1, 0]
@@ -280,9 +278,8 @@ def _own_parts(
     DTYPE: gl.constexpr,
     FP8: gl.constexpr,
 ):
-    """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
-    caches at `newest`. Returns the queries as a right operand [128, 8] in DTYPE, with FP8 in float16, 0 for heads that
-    there are not.
+    """Norms and rotates the new token's heads of one key/value head of one row, writes its key and value into the
+    caches at `newest`, and returns the queries as a right operand [128, 8] in DTYPE, with FP8 in float16.
     """
     STORED: gl.constexpr = keys.dtype.element_ty
     ALL: gl.constexpr = HEADS + 2 * KV_HEADS

@@ -64,11 +64,7 @@ def _own_parts(
     """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
     caches.
 
-    Returns its queries' halves in MULTIPLIED, and top, total and acc of its own key and the sink. Of several programs
-    of a head only the first (share 0) writes, and attends to these two.
-
-      later: 0 that the compiler does not know (attended_kernel).
-      position, newest: of the new token, and its index in the cache.
+    Returns its queries' halves in MULTIPLIED, and top, total and acc of its own key and the sink.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -140,12 +136,11 @@ def _added_shares(
     GROUP: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Adds up the sums of a head's SHARES programs, always in one order; the last program to arrive does so. Returns
-    (sum of weights, weighted sum of values, whether this is that program; the others get no results).
+    """Adds up the sums of a head's SHARES programs in one order: (sum of weights, weighted sum of values, whether it is
+    the last).
 
       sums: float32[heads of all rows, SHARES, OWN, DIM + 2], global memory for acc, top, total.
       arrived: float32[heads of all rows], programs that have written their sums: 0 before and after.
-      head_index: among all rows' heads.
     """
     columns, members = tl.arange(0, DIM), tl.arange(0, GROUP)
     real, row = members < OWN, DIM + 2

@@ -22,9 +22,8 @@ _CASE = 256  # the hidden size of the case on which kernels are compared with th
 
 
 def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(x [count, 256], choice int32[count, choices], router's weights float32[count, choices]) of the comparison. The
-    first token has no expert; all others have expert 0, whose matrix multiplies nearly all tokens, perhaps in several
-    passes, and further experts in turn.
+    """(x [count, 256], choice int32[count, choices], weights float32[count, choices]): nearly all
+    tokens have expert 0.
     """
     tokens, choice_index = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
     turn = 1 + (tokens + choice_index) % max(experts - 1, 1)

@@ -47,10 +47,7 @@ def down_refusal(count: int, dtype, down, experts_per_token: int, lora: GroupedL
 def _refusal(
     count: int, dtype, weight, experts_per_token: int, rows_of_each: int, lora: GroupedLora | None
 ) -> str | None:
-    """Why the kernel does not support a call, or None.
-
-    weight: [E, rows, columns]; rows_of_each: rows of down, or of one of gate and up.
-    """
+    """Why the kernel does not support a call, or None."""
     reason = rows_refusal(count, dtype, (weight,), fewest=2)
     if reason is not None:
         return reason
@@ -129,9 +126,7 @@ def down_tile(hidden: int) -> Tile:
 
 
 def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
-    """`tile` for these adapters: they leave shared memory for at most 3 steps, and their sums for 64 tokens do not fit
-    the registers of four warps.
-    """
+    """`tile` for these adapters, which need shared memory and registers."""
     if lora is None:
         return tile
     return dataclasses.replace(tile, stages=min(tile.stages, 3), warps=8 if at_once == _MOST_SLOTS else tile.warps)

@@ -54,7 +54,7 @@ def gated_product(x, gate, up, activation, loras=()):
 
 
 def _of_experts(rows, matrices, choice, lora, dtype):
-    """Rows times their experts' transposed matrices, expert by expert: [N, k, out] in `dtype`, zeros for no expert.
+    """Rows times their experts' transposed matrices: [N, k, out] in `dtype`, zeros for no expert.
 
     rows: [N, k, in], or [N, 1, in] if a token's k experts share a row; matrices: [E, out, in]; choice: int32[N, k].
     """

@@ -140,16 +140,14 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
-    """Steps that a product with adapters reads ahead: tile's, or as many as fit shared memory, at least 2. weights: how
-    many a program multiplies.
-    """
+    """Steps that a product with adapters reads ahead: as many as fit shared memory, at least 2."""
     step = (weights * (tile.rows + rank) + tokens) * tile.depth * 2  # bytes
     return max(n for n in range(2, tile.stages + 1) if n == 2 or n * step <= _SHARED_BYTES)
 
 
 def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype):
-    """Runs product_kernel: [splits, N, width] in `dtype`. activation: 0: products side by side; 1 (silu) or 2
-    (gelu_tanh): activation(gate) * up.
+    """Runs product_kernel: [splits, N, width] in `dtype`; activation: 0: products side by side, 1:
+    silu, 2: gelu_tanh.
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 

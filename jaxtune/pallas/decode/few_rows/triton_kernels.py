@@ -32,9 +32,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """The activation of `gate`, float32 numbers that DTYPE (16 bits) can represent, each step rounded to DTYPE as XLA
-    does in training, so that tokens are sampled from the model that is trained.
-    """
+    """The activation of float32 `gate`, each step rounded to DTYPE (16 bits) as XLA does in training."""
     if ACTIVATION == 1:
         share = _rounded(1.0 / _rounded(1.0 + _rounded(tl.exp(-gate), DTYPE), DTYPE), DTYPE)
         return _rounded(gate * share, DTYPE)
@@ -51,8 +49,8 @@ def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _rows_of_b(b, rows, ranks, rank):
-    """[rows, ranks] of an adapter's B, whose first row `b` points to; 0 where `ranks` is negative or not below `rank`.
-    In a gated product gate's columns of x A^T come before up's, so up's indices are negative there.
+    """[rows, ranks] of an adapter's B, whose first row `b` points to; 0 where `ranks` is negative
+    or not below `rank`.
     """
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
@@ -206,9 +204,7 @@ def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACT
 
 @triton.jit
 def _sum(partial_sums, offsets, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """float32 sum over SPLITS splits, STRIDE numbers apart, at `offsets` from `partial_sums`, rounded to DTYPE; 0 where
-    `real` is False.
-    """
+    """float32 sum over SPLITS splits, STRIDE numbers apart, rounded to DTYPE; 0 where `real` is False."""
     total = tl.load(partial_sums + offsets, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(partial_sums + split * STRIDE + offsets, mask=real, other=0.0)
@@ -238,11 +234,8 @@ def _normed_and_rotated(
     FLOAT32: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Norms and rotates heads of queries or keys: float32 halves, each step but the rotation rounded to DTYPE.
-
-    low, high: [HALF] or [heads, HALF], float32.
-    inverse: reciprocal root of the mean square.
-    weights: halves of the norm's weight, if NORMS. rotation: (cos, sin) in the heads' shape, if ROTATES.
+    """Norms and rotates heads of queries or keys: float32 halves [HALF] or [heads, HALF], each step but the rotation
+    rounded.
     """
     if NORMS:
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)
