@@ -109,9 +109,7 @@ def _log_probs_and_entropies(hidden, head, targets, static):
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
-    """The logits are computed again, also for a frozen head: a token's gradient has a term for each incoming gradient,
-    and these are known only here.
-    """
+    """The logits are computed again, as a token's gradient has a term for each incoming gradient."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     options = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **options)
@@ -238,10 +236,8 @@ def _checked(
     chunk_tokens,
     temperature=1.0,
 ):
-    """Checks a public function's arguments, and returns the options as a hashable tuple of pairs, keyword arguments of
-    reference.forward, with chunk_length in place of chunk_tokens.
-
-      weights: None for linear_log_probs.
+    """Checks a public function's arguments; returns the keyword arguments of reference.forward as a hashable tuple of
+    pairs.
     """
     check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)

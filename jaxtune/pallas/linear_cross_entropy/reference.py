@@ -131,8 +131,8 @@ def _chunk(
     """Results of one chunk.
 
     head: [V, D] in hidden's dtype, perhaps with rows of zeros at its end; size: tokens of the vocabulary.
-    weights, entropy_weights: float32[B, t], factors in the sum whose gradients are computed. The latter may be None,
-      and counts only with `entropies`; z_loss must then be 0, or the gradient is wrong without an error.
+    weights, entropy_weights: float32[B, t], factors in the sum whose gradients are computed.
+      With the latter z_loss must be 0, or the gradient is wrong without an error.
     """
     logits, slope = logits_of(hidden, head, logit_scale, soft_cap, temperature)
     real = None if len(head) == size else jnp.arange(len(head)) < size

@@ -86,8 +86,8 @@ def _normed_stream_fwd(x, weight, eps, offset, float32):
 
 
 def _normed_stream_bwd(eps, offset, float32, residuals, gradients):
-    """(gradient of x, of weight or None where nothing reads it). `gradients` are (passed, dnormed), each like x or a
-    symbolic zero. XLA adds up the programs' shares of the weight's.
+    """(gradient of x, of weight or None where nothing reads it); `gradients`: (passed, dnormed), like x or symbolic
+    zeros.
     """
     x, weight, trained = residuals
     stream_gradient, dnormed = (None if _is_zero(gradient) else gradient for gradient in gradients)

@@ -42,9 +42,7 @@ def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
 
 
 def _first_use(dtype, width: int, several: bool) -> str | None:
-    """One program computes all rows of a block of columns: it reads many tiles ahead, and shows one that is overwritten
-    too early.
-    """
+    """One program computes all rows of a block of columns, so that a tile overwritten too early shows."""
     widths = (384, 128) if several else (256,)
 
     def compare():

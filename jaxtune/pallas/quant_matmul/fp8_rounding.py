@@ -128,9 +128,7 @@ def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) 
 
 
 def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
-    """(codes e4m3[rows, widths rounded up to 128s], scales) with one scale for each 128 numbers of a row. constants: of
-    the kernel.
-    """
+    """(codes e4m3[rows, widths rounded up to 128s], scales) with one scale for each 128 numbers of a row."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape = tile(sum(widths), False, True)

@@ -35,9 +35,7 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7, whose codes this lane's quad multiplies; an MLIR int32. Quads 0 to 7 have rows 0, 2, 4, 6, 1, 3,
-    5, 7, so that the four quads that an 8-byte read serves at a time read different memory banks.
-    """
+    """The row, 0 to 7, whose codes this lane's quad multiplies, such that four quads read different memory banks."""
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 

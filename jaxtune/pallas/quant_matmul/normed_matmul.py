@@ -102,9 +102,7 @@ def _plain(x, norm_weight, weights, loras, biases, rounding: NormRounding, fp8: 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
-    """By the kernel: (outputs [tokens, out_i], OfNormed or None). earlier: an earlier run's OfNormed; None: it is
-    computed.
-    """
+    """By the kernel: (outputs [tokens, out_i], OfNormed or None)."""
     product = product_of(weights[0])
     assert product is not None
     kind = product.kind(weights[0])
@@ -120,9 +118,7 @@ def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, earl
 
 
 def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
-    """Runs the two operations whose derivatives these are. Arrays say here whether they get a gradient: the norm's
-    weight does if it is trained.
-    """
+    """Runs the two operations whose derivatives these are."""
     trained = norm_weight.perturbed
     values = (x, norm_weight, weights, loras, biases, earlier)
     x, norm_weight, weights, loras, biases, earlier = jax.tree.map(lambda leaf: leaf.value, values)

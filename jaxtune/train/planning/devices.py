@@ -79,9 +79,7 @@ def _limited_note() -> str:
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Bytes that one device may pin: its share of 70 % of the host's memory, or of XLA's limit without what loading
-    pins, if less.
-    """
+    """Bytes that one device may pin: its share of 70 % of the host's memory, or of XLA's limit."""
     return min(
         host_memory.size_bytes() * host_memory.PINNED_SHARE / on_host, host_memory.pinned_limit_bytes() / in_process
     )

@@ -99,9 +99,7 @@ def head_forecast(costs: StepParts, chunk_tokens: int, tokens: float, device: De
 
 
 def _reference_forecast(costs: StepParts, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
-    head_forecast counts. costs: of that model.
-    """
+    """(seconds, bytes of a layer's values) of a frozen model's forward. costs: of that model."""
     layer, head = layer_forecast(costs, KEEP, tokens, device), head_forecast(costs, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * costs.shape.num_layers + head[1] / (3 if costs.head.trains else 2)
     return seconds, layer.kept + layer.work_forward
@@ -147,9 +145,7 @@ def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> Towe
 
 
 def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """(seconds of all collectives of a step, seconds in which it waits for them). forward, backward: of all layers in a
-    micro-batch, when collectives can run.
-    """
+    """(seconds of all collectives of a step, seconds in which it waits for them)."""
     divided, layers = costs.divided, costs.shape.num_layers
     exchange, rate, micro, fit = divided.exchange, device.peer, plan.micro_batches, step_time(device)
     trained = exchange.weights - exchange.frozen
@@ -174,9 +170,7 @@ def _host_seconds(costs: StepCost, micro_batches: int, device: Device) -> float:
 
 
 def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """The forecast of a step. groups: (forecast of a layer, number of layers) of consecutive layers with one plan.
-    head: (bytes, seconds).
-    """
+    """The forecast of a step. groups: (forecast of a layer, number of layers). head: (bytes, seconds)."""
     head_bytes, head_seconds = head
     reference = (0.0, 0.0)
     if costs.reference_runs:
