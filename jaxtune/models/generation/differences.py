@@ -1,10 +1,8 @@
 """Which operations give a token other bits in the sampler than in the training forward.
 
-The training forward runs layer by layer, by the stack's own function, with all residuals as results. Each operation of
-a decoding step then gets what the training forward made before it, so that its result differs for its own reasons only;
-a prompt's layer gets the training forward's stream, and its results are compared in their order. All run under the XLA
-options of the programs that they are taken from. That results of a layer are returned can keep XLA from fusing what
-makes and reads them: a difference that fusion makes is seen in log-probabilities alone.
+The training forward runs layer by layer, with all residuals as results. Each operation of a decoding step then gets
+what the training forward made before it, so that its result differs for its own reasons only. A difference that fusion
+makes is seen in log-probabilities alone.
 """
 
 from __future__ import annotations
@@ -76,9 +74,8 @@ def differences(
     steps: int = 4,
     same_choices: bool = False,
 ) -> Iterator[Compared]:
-    """Compares every operation, layer by layer.
+    """Compares every operation, layer by layer. NotPlainError for a model with other layers than plain_layer's.
 
-    model: of plain layers, as plain_layer.is_plain says; NotPlainError for others.
     texts: token ids of prompts with their answers; all are decoded in one batch.
     prompts: how many tokens of each are its prompt.
     steps: how many tokens of each answer are decoded.

@@ -124,12 +124,10 @@ class MLP(nnx.Module):
         return plain and joins(*(linear.stored_weight for linear in linears[:2]))
 
     def down_from_input(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """As `down`, with a derivative that goes through all three linears to x, in place of one for `down` and one for
-        `gate_up`. All three must have quantised weights (`_joins`); else it raises ValueError.
+        """As `down`, with one derivative through all three linears to x. ValueError unless `_joins`.
 
-          x: [B, T, hidden].
-          gate, up: [B, T, intermediate], which `gate_up` returned for x; the gradients go to x and the adapters, not to
-            them.
+        x: [B, T, hidden].
+        gate, up: [B, T, intermediate], which `gate_up` returned for x; they get no gradients.
         """
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights = [weight for linear in linears if isinstance(weight := linear.stored_weight, Stored)]

@@ -68,9 +68,7 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read. On a GPU the
-    first call for a dtype compares the kernel with XLA (dispatch.first_use).
-    """
+    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if str(gradient.dtype) not in _GRADIENTS:

@@ -16,11 +16,7 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why cuDNN cannot compute this call exactly, or None. The window is never a reason.
-
-    query: [B, T, heads, D], array or shape. layout: must guarantee max_documents.
-    soft_cap, sinks: must be None.
-    """
+    """Why cuDNN cannot compute this call exactly, or None. The window is never a reason."""
     from jaxtune.pallas.dispatch import compute_capability
 
     capability = compute_capability()
@@ -112,12 +108,7 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward: (out, lse); soft_cap and sinks must be None.
-
-    query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
-    layout: PackedLayout with max_documents. scale: factor on query . key.
-    window: keys that a query sees, itself included; None: all of its document.
-    """
+    """As api.attention_forward: (out, lse); soft_cap and sinks must be None."""
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if _whole(layout):
@@ -130,9 +121,6 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """As api.attention_backward: (dquery, dkey, dvalue, None); soft_cap and sinks must be None, and dout counts as 0 at
     padding.
-
-    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D].
-    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
     """
     arrays, static = _call_arguments(layout, query, scale, window)
     if _whole(layout):

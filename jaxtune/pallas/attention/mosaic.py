@@ -101,11 +101,7 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why these kernels cannot serve the call, or None.
-
-    query: [B, T, heads, D], array or shape. layout: must be causal, without runs.
-    window, soft_cap, sinks: never a reason.
-    """
+    """Why these kernels cannot serve the call, or None."""
     if not layout.causal or layout.runs is not None:
         return "tokens that see later ones"
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -261,13 +257,7 @@ def _pairs(query, key) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward: (out, lse); lse is 0 at padding, too. The same call gives the same bits.
-
-    query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
-    layout: PackedLayout of the rows. scale: factor on query . key.
-    window: keys that a query sees, itself included; None: all of its document.
-    soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
-    """
+    """As api.attention_forward: (out, lse); lse is 0 at padding, too. The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -443,12 +433,7 @@ def _sum_of_shares(gradient, shares: int):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). The same call gives the same bits.
-
-    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
-    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
-    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
-    """
+    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

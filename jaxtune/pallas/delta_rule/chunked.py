@@ -29,11 +29,7 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """As api.gated_delta_rule: [B, T, heads, V], over chunks of tokens.
-
-    query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V]. layout: PackedLayout of the rows.
-    decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
-    """
+    """As api.gated_delta_rule: [B, T, heads, V], over chunks of tokens."""
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]
@@ -44,23 +40,14 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def state(key, value, decay, beta, lengths):
-    """As api.delta_rule_state: float32[B, heads, K, V].
-
-    key, value: [B, T, key_heads, K], [B, T, heads, V]. lengths: int[B], tokens that count.
-    decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
-    """
+    """As api.delta_rule_state: float32[B, heads, K, V]."""
     real = (jnp.arange(value.shape[1]) < lengths[:, None])[..., None]
     decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
     return _run(key, key, value, decay, beta, jnp.zeros(value.shape[:2], jnp.int32))[1]
 
 
 def chunk(query, key, value, decay, beta, state):
-    """As api.delta_rule_chunk: (out [B, T, heads, V], next state).
-
-    query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V].
-    decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
-    state: float32[B, heads, K, V] before the tokens.
-    """
+    """As api.delta_rule_chunk: (out [B, T, heads, V], next state)."""
     continued = jnp.full(value.shape[:2], -1, jnp.int32)  # the document started before the first token
     out, state = _run(query, key, value, decay, beta, continued, state)
     return out.astype(value.dtype), state

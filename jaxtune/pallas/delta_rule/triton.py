@@ -52,9 +52,7 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 
 def refusal(key, value) -> str | None:
-    """Why these kernels cannot compute a call, or None; it may run their check at first use. Only shapes and dtypes are
-    read; of the dtypes key's, which value and query must have.
-    """
+    """Why these kernels cannot compute a call, or None; it may run their check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -94,11 +92,7 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """As api.gated_delta_rule: [B, T, heads, 128].
-
-    query, key, value: [B, T, key_heads, 128] twice, [B, T, heads, 128], of 16 bits. layout: of the rows.
-    decay, beta: float32[B, T, heads], logarithms at most 0, and shares in [0, 1].
-    """
+    """As api.gated_delta_rule, of head dim 128 and 16 bits."""
     return _rule(query, key, value, decay, beta, layout)
 
 

@@ -240,8 +240,6 @@ class FP8Files(Layout):
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         """As Layout.describe, from headers alone: `details` is the block, which follows from the key and the shape of
         the scales. ValueError unless there is exactly one fitting tensor of scales and the codes are a matrix.
-
-          name: the weight's name in the model. tensors: {key: header}. read: not used.
         """
         codes = tensors[self.codes]
         keys = [key for key in self.scale_keys if key in tensors]
@@ -266,10 +264,7 @@ class FP8Files(Layout):
         return FoundWeight(name, tensors, codes.shape, block)
 
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> FP8:
-        """As Layout.read. ValueError for a scale that is out of range in `dtype_name` (`_check_scales`).
-
-        arrays: {key: array}. dtype_name: the compute dtype.
-        """
+        """As Layout.read. ValueError for a scale that is out of range in `dtype_name` (`_check_scales`)."""
         codes, (key,) = arrays[self.codes], [key for key in self.scale_keys if key in arrays]
         block: Any = weight.details
         _check_scales(weight.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
@@ -306,8 +301,6 @@ class FP8Files(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config: the entry of `quant_method: fp8` if the first weight's scales are for 128 x 128 numbers,
         else of compressed-tensors.
-
-          plain: names of unquantised linears. dtype: not used.
         """
         first = weights[0]
         assert isinstance(first, FP8)

@@ -125,10 +125,7 @@ class LLMInt8(Layout):
         return super().claims(tensors) and any(key in tensors for key in self.scale_keys)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
-        """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order.
-
-        name: the weight's name in the model. tensors: {key: header}. read: key -> the tensor's bytes.
-        """
+        """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order."""
         codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.scale_keys))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
@@ -145,10 +142,7 @@ class LLMInt8(Layout):
         return FoundWeight(name, tensors, codes.shape)
 
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> Int8:
-        """As Layout.read. ValueError for a negative absmax.
-
-        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
-        """
+        """As Layout.read. ValueError for a negative absmax."""
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{weight.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")

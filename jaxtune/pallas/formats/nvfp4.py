@@ -189,8 +189,6 @@ class NVFP4(Stored):
     def piece(self, index: int, start: int, rows: int) -> Self:
         """As Stored.piece, with the tensor and input scales of the first row, [1, 1]: rows that are written as one
         matrix were quantised with one scale.
-
-          index: the expert. start, rows: its first row, and how many; whole blocks.
         """
         matrix = super().piece(index, start, rows)
         input_scale = None if matrix.input_scale is None else matrix.input_scale[:1]
@@ -366,10 +364,7 @@ class CompressedTensors(_Files):
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """As Layout.config; activations are quantised if every weight has a scale of activations.
-
-        plain: names of unquantised linears. dtype: the compute dtype.
-        """
+        """As Layout.config; activations are quantised if every weight has a scale of activations."""
         number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
         number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
@@ -414,10 +409,7 @@ class ModelOpt(_Files):
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """As Layout.config; quant_algo says that activations are quantised if every weight has a scale of them.
-
-        plain: names of unquantised linears. dtype: the compute dtype.
-        """
+        """As Layout.config; quant_algo says that activations are quantised if every weight has a scale of them."""
         number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
         group: Config = {"input_activations": number} if inputs else {}

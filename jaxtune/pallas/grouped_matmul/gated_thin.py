@@ -37,9 +37,7 @@ _INTERLEAVED = Tile(rows=32, columns=32, warps=2, stages=4)  # of the backward, 
 
 
 def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
-    """The reason why the kernels cannot compute a call (gate_up [rows, 2 I]), or differ from plain JAX; None if they
-    can. rank: of the adapter.
-    """
+    """Why the kernels cannot compute a call (gate_up [rows, 2 I]), or differ from plain JAX, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

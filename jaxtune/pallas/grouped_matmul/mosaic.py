@@ -71,12 +71,7 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None; it does not
-    check results. Both sizes must fit: the forward sums over one, the rows' gradient over the other.
-
-      tile_rows: rows of the groups' tiles.
-      dtype: of the rows, bfloat16 or float16.
-    """
+    """Why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None, in both directions."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):

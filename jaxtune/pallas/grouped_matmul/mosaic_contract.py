@@ -340,9 +340,7 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 
 def refusal(dtype) -> str | None:
-    """The reason why this GPU must not run contract_rows in this dtype; None if it may or nothing is compared, as
-    without a GPU. It does not ask which GPU there is.
-    """
+    """Why this GPU must not run contract_rows in this dtype, or None."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

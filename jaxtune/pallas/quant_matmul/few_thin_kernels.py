@@ -68,8 +68,8 @@ def thin_kernel(
 
 @triton.jit
 def adapted(thin, b, rank, rows, tokens, first, COUNT: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr):
-    """float32[rows, tokens] of an adapter, rounded: its rows of b [out, rank] times RANK columns of thin [COUNT,
-    WIDTH], from `first` on.
+    """float32[rows, tokens]: rows of b [out, rank] times RANK columns of thin [COUNT, WIDTH], from
+    `first` on, rounded.
     """
     ranks = tl.arange(0, RANK)
     side = tl.load(b + rows[:, None] * rank + ranks[None, :], mask=(ranks < rank)[None, :], other=0.0)

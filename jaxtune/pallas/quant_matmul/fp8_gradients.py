@@ -27,9 +27,7 @@ def tile() -> Tile:
 
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
-    """The reason why the kernel cannot round such outputs and multiply them for such adapters, or differs from plain
-    JAX on this GPU; None if it can. widths: columns of each output. ranks: of their adapters. dtype: of the gradients.
-    """
+    """Why the kernel cannot round outputs of these widths and multiply them for adapters of these ranks, or None."""
     reason = fp8_rounding.refusal(widths, dtype, True)
     if reason is not None:
         return reason

@@ -58,9 +58,7 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """The reason why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], with an adapter of this
-    rank (0: none), or None. in_blocks: whether each 128 numbers have a scale. dtype: of the result.
-    """
+    """Why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP

@@ -234,11 +234,7 @@ def normed_operand(
 
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
-    """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape. rank: of the
-    adapters, 0 for none.
-
-      blocks: each 128 numbers have a scale, not each row.
-    """
+    """Why no kernel can compute `normed_operand` of x [n, k], or None."""
     return fp8_normed.refusal(x, rank, blocks) or _first_normed(fp8_normed.width_of(rank), blocks, x.shape[1] % BLOCK)
 
 

@@ -50,8 +50,8 @@ class Tile:
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """The reason why the kernel cannot multiply this number of tokens by a weight [rows, columns], or None; it does not
-    ask for the GPU.
+    """Why the kernel cannot multiply this number of tokens by a weight [rows, columns], or None; the GPU does not
+    count.
     """
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"

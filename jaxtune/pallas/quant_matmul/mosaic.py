@@ -335,10 +335,7 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """The reason why line_matmul with this tile cannot multiply 1 to 16 tokens, or None.
-
-    weight: [out, in]. dtype: of x.
-    """
+    """Why line_matmul with this tile cannot multiply 1 to 16 tokens by weight [out, in], or None."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:

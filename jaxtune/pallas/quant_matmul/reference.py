@@ -58,11 +58,7 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why no kernel should multiply so few tokens by this weight undecoded, or None; here there is always
-    one.
-
-      dtype, tokens: of x [tokens, in].
-    """
+    """Why no kernel should multiply so few tokens by this weight undecoded, or None."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 

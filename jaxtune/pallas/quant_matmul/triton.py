@@ -93,9 +93,7 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `few_matmul` should not multiply 17 to 64 tokens by this weight, or None where it was measured to
-    be faster than decoding first; it does not check results. dtype: of x.
-    """
+    """Why `few_matmul` should not multiply 17 to 64 tokens by this weight, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -24,10 +24,7 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
-    """The reason why the kernel cannot copy tokens of `hidden` numbers to k rows each, or None.
-
-    dtype: of the tokens, bfloat16 or float16.
-    """
+    """Why the kernel cannot copy tokens of `hidden` numbers to k rows each, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):

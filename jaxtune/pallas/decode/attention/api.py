@@ -17,11 +17,9 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """{name: why it refuses a call, or None}, in the order of preference; only shapes and dtypes are read. A function
-    may first compare its kernel with the reference on this GPU, which takes seconds.
+    """{name: why it refuses a call, or None}, in the order of preference; a first use compares a kernel, in seconds.
 
-      query, keys: [B, heads, D], and the cache [B, kv_heads, capacity, D]; arrays or shapes.
-      soft_cap: of the scores, or None; names the check at first use.
+    query, keys: [B, heads, D], and the cache [B, kv_heads, capacity, D]; arrays or shapes.
     """
 
     def kernel(name):

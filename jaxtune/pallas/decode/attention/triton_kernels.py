@@ -1,4 +1,4 @@
-"""Bodies of the Triton kernels of decode attention, and of insert_kernel. Scores are in units of log2."""
+"""Bodies of the Triton kernels of decode attention, and of insert_kernel; scores are in units of log2."""
 
 import triton
 import triton.language as tl

@@ -1,10 +1,9 @@
 """Public functions of decoding steps, except those of experts. All raise TypeError or ValueError for wrong arguments or
 an implementation that refuses.
 
-A step of some dozen rows is bound by the bytes of the weights, then by the number of its kernels: each costs some
-microseconds whatever it computes. So each function is one kernel. A product whose weights have few rows is divided into
-splits, ranges of the summed columns; the function that takes the result, `added_norm` or `placed`, adds their partial
-sums.
+A step of some dozen rows is bound by the bytes of the weights, then by the number of its kernels, so each function is
+one. A product whose weights have few rows is divided into splits of the summed columns; the function that takes the
+result adds them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
 
 
 def _chosen_product(op: str, x, most: int, refusal, first_use, implementation: str | None) -> str:
-    """Chooses "reference" for more than `most` rows, without a warning: XLA's product is right there."""
+    """Chooses "reference" for more than `most` rows, without a warning."""
     few = x.shape[0] <= most
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
 
@@ -61,14 +60,14 @@ def products(
     """Multiplies a few rows by the transposes of one to three weights, with their adapters, in one kernel. Not
     differentiable.
 
-    Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum over splits,
-    rounded to x's dtype, is the weights' products side by side.
+    Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum, rounded to x's
+    dtype, is the weights' products side by side.
 
       x: [N, in]; "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at most 25
         million numbers.
       weights: [out_i, in] each, in x's dtype.
       loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T, or by its gate; "triton"
-        supports ranks up to 64. Arrays in another dtype are cast in each call. ValueError for DoRA.
+        supports ranks up to 64. ValueError for DoRA.
       implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns, or 64 from 512 on),
         "reference" (jnp; one split if requested), or None: the first that supports the call.
     """
@@ -123,7 +122,7 @@ def gated_product(
     activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
     loras: an adapter or None for gate and up, or empty.
     implementation: "triton" (16 bits on Hopper, sizes as in `products`, "silu" or "gelu_tanh"), "reference", or None:
-    the first that supports the call. For a larger N, None takes XLA's products and a kernel for the activation.
+    the first that supports the call.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)

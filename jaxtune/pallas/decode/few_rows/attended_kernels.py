@@ -199,10 +199,9 @@ def attended_kernel(
     SHARES: tl.constexpr,
 ):
     """Attention of the query heads of one key/value head of one row; a row without a token gets 0. Grid: (KV_HEADS,
-    COUNT, SHARES). Where few rows decode, SHARES programs share a head, each reading every SHARES-th tile.
+    COUNT, SHARES), where SHARES programs share a head, each reading every SHARES-th tile.
 
-    The new token's key and value come from registers, as this kernel writes them; older keys are read in the cache's
-    order, STEP at a time, STAGES tiles in flight.
+    The new token's key and value come from registers, as this kernel writes them.
 
       partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], of the new tokens' queries, keys and values.
       q_weight, k_weight: [DIM], the norms' weights, if NORMS.
@@ -210,9 +209,8 @@ def attended_kernel(
       _added_shares.
       positions: int32[COUNT], of the new token; nothing is written for a negative one.
       sinks: float32[HEADS] in log2, or None. out: [COUNT, HEADS, DIM], the attention.
-      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, DIM], token t at t % CAPACITY. input_keys, input_values: the
-      same
-      memory as inputs, not read.
+      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, DIM], token t at t % CAPACITY; input_keys, input_values: the
+      same memory as inputs, not read.
       sums: of _added_shares; None if SHARES is 1.
       EPS, OFFSET, FLOAT32: of the norms; FLOAT32: OFFSET is added to the weight, and only the product is rounded.
       WINDOW: tokens that the new one sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).

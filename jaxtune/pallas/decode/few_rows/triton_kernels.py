@@ -1,5 +1,5 @@
 """Bodies of the Triton kernels of a decoding step. A product is partial sums float32[SPLITS, COUNT, ...], or in the
-compute dtype for one split; its reader adds the splits in ascending order and rounds.
+compute dtype for one split, which its reader adds in ascending order.
 """
 
 import jax.numpy as jnp
