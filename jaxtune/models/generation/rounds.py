@@ -182,17 +182,17 @@ class Rounds:
                 rows[slot] = by_slot[slot][: int(counts[slot])]
         followed = {slot: its for slot in rows if (its := oldest.requests[slot][0].constraint) is not None}
         accepted = dict(zip(followed, accept_all([(followed[slot], rows[slot]) for slot in followed]), strict=True))
-        for slot, made in rows.items():
+        for slot, new_tokens in rows.items():
             request, placements = oldest.requests[slot]
             try:
-                ids, reason = request.take(made, accepted.get(slot, False))
+                ids, reason = request.take(new_tokens, accepted.get(slot, False))
             except ValueError as error:  # of its constraint
                 yield NewTokens(request, [], [], [], "failed", str(error))
                 continue
             tops = _ranked_of(ranked, slot, len(ids), request.sampling.top_logprobs)
             # It paused, so that its states are computed anew. In a round that was dispatched before that was known, it
             # made no token either, but has left its slot.
-            paused = reason is None and len(made) < oldest.steps and request.placements == placements
+            paused = reason is None and len(new_tokens) < oldest.steps and request.placements == placements
             paused = paused and self._rows.requests[slot] is request
             if paused:
                 self._rows.requests[slot] = None

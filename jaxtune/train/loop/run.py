@@ -234,19 +234,29 @@ class Run:
                     break
             if saver.enabled:
                 saver.save(steps_done, state)
-            if skipped := monitor.skipped_in_row:
-                progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
-            loss = evaluate(steps_done) if self.evaluation.after_last(steps_done) and self.evaluates else math.nan
-            has_loss = self.evaluation.after_last(steps_done) and self.held_out() is not None
-            good = (
-                math.isfinite(loss) if has_loss else self._is_finite(at(steps_done), sums, state, frozen, micro_batches)
-            )
-            saver.poll(steps_done, state)
-            saver.finish(good)
-            if not good:
-                progress.print("warning: the loss of the trained weights is not finite")
+            finite = functools.partial(self._is_finite, at(steps_done), sums, state, frozen, micro_batches)
+            self._end(steps_done, state, evaluate, finite)
         monitor.callbacks.hears = contextlib.nullcontext  # or it would keep the optimizer's states
         return state, steps_done
+
+    def _end(
+        self,
+        steps_done: int,
+        state: Leaves[TrainState],
+        evaluate: Callable[[int], float],
+        finite: Callable[[], bool],
+    ) -> None:
+        """After the last step: the evaluation that is due, and whether the trained weights are good."""
+        saver, progress = self.saver, self.monitor.progress
+        if skipped := self.monitor.skipped_in_row:
+            progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
+        loss = evaluate(steps_done) if self.evaluation.after_last(steps_done) and self.evaluates else math.nan
+        has_loss = self.evaluation.after_last(steps_done) and self.held_out() is not None
+        good = math.isfinite(loss) if has_loss else finite()
+        saver.poll(steps_done, state)
+        saver.finish(good)
+        if not good:
+            progress.print("warning: the loss of the trained weights is not finite")
 
     def _dispatched(
         self,
