@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 type Arguments = dict[str, Any]
@@ -147,6 +147,12 @@ def _typed(text: str, parameters: object, key: str) -> object:
         return _WORDS.get(text.strip(), text)
 
 
+def _typed_call(name: str, texts: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
+    """A call whose arguments are bare texts, (key, text) each."""
+    parameters = schemas.get(name, {})
+    return Call(name, {key: _typed(text, parameters, key) for key, text in texts})
+
+
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -156,8 +162,7 @@ def _xml(text: str, schemas: Schemas) -> list[Call]:
     function = _FUNCTION.fullmatch(text)
     if function is None:
         raise ValueError("a call is <function=NAME>...</function>")
-    parameters = schemas.get(function[1], {})
-    return [Call(function[1], {key: _typed(value, parameters, key) for key, value in _PARAMETER.findall(function[2])})]
+    return [_typed_call(function[1], _PARAMETER.findall(function[2]), schemas)]
 
 
 _INVOKE = re.compile(r"<invoke name=\"?([^\">]+)\"?>(.*?)</invoke>", re.DOTALL)
@@ -166,10 +171,7 @@ _NAMED = re.compile(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", 
 
 def _invoked(text: str, schemas: Schemas) -> list[Call]:
     """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>."""
-    calls = [
-        Call(name, {key: _typed(value, schemas.get(name, {}), key) for key, value in _NAMED.findall(body)})
-        for name, body in _INVOKE.findall(text)
-    ]
+    calls = [_typed_call(name, _NAMED.findall(body), schemas) for name, body in _INVOKE.findall(text)]
     if not calls or _INVOKE.sub("", text).strip():
         raise ValueError('a call is <invoke name="NAME">...</invoke>')
     return calls
@@ -184,9 +186,7 @@ def _glm(text: str, schemas: Schemas) -> list[Call]:
     call = _GLM.fullmatch(text)
     if call is None:
         raise ValueError("a call is NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-    parameters = schemas.get(call[1], {})
-    pairs = ((key.strip(), value) for key, value in _PAIR.findall(call[2]))
-    return [Call(call[1], {key: _typed(value, parameters, key) for key, value in pairs})]
+    return [_typed_call(call[1], [(key.strip(), value) for key, value in _PAIR.findall(call[2])], schemas)]
 
 
 _DEEPSEEK = re.compile(

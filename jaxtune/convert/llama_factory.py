@@ -179,11 +179,7 @@ def _adapter(recipe: Translation) -> None:
     recipe.set("adapter.target_modules", "all-linear" if modules == ["all"] else modules)
     if parameters := common.listed(recipe["lora_target_parameters"]):
         recipe.set("adapter.target_parameters", parameters)
-    if modules_to_save := common.listed(recipe["additional_target"]):
-        recipe.set("adapter.modules_to_save", modules_to_save)
-    for key in ("use_rslora", "use_dora"):
-        if recipe[key]:
-            recipe.set(f"adapter.{key}", True)
+    common.set_kind(recipe, "additional_target")
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:

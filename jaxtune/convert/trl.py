@@ -201,8 +201,4 @@ def _adapter(recipe: Translation) -> None:
     recipe.set("adapter.target_modules", "all-linear" if modules in ([], ["all-linear"]) else modules)
     if parameters:
         recipe.set("adapter.target_parameters", parameters)
-    if modules_to_save := common.listed(recipe["lora_modules_to_save"]):
-        recipe.set("adapter.modules_to_save", modules_to_save)
-    for key in ("use_rslora", "use_dora"):
-        if recipe[key]:
-            recipe.set(f"adapter.{key}", True)
+    common.set_kind(recipe, "lora_modules_to_save")
