@@ -96,6 +96,18 @@ def ir_load(ref, index, element, result=None):
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
+def ir_fragments(registers, results):
+    """The mgpu arrays that `results` describe, of lists of a thread's registers; further lists are left out."""
+    arrays = []
+    for values, result in zip(registers, results, strict=False):
+        fragment_registers = np.empty((len(values),), object)
+        fragment_registers[:] = values
+        signed = False if result.dtype == jnp.uint8 else None
+        layout = result.layout.to_mgpu()
+        arrays.append(mgpu.FragmentedArray(_registers=fragment_registers, _layout=layout, _is_signed=signed))
+    return arrays
+
+
 def ir_product(a, b):
     """float32 a * b, rounded. As PTX, so that no following addition is fused: decoders of quantised formats round
     between the two.
@@ -257,15 +269,7 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
             source = ir_add(first, ir_mul(group, 4))
             absmax.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
             factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), f32)]) for ref in nested_ref]
-        arrays = []
-        for values, result in zip((absmax, factors), results, strict=False):
-            registers = np.empty((count,), object)
-            registers[:] = values
-            signed = False if result.dtype == jnp.uint8 else None
-            arrays.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
-            )
-        return arrays
+        return ir_fragments((absmax, factors), results)
 
     loaded = load(first_row, *refs)
     return loaded if nested_ref is not None else (*loaded, None)

@@ -17,6 +17,15 @@ def _sum(current, back1, back2, back3, w0, w1, w2, w3, token, start):
 
 
 @triton.jit
+def _weights(weight):
+    """Of the token itself and of the three before it, float32[WIDTH] each."""
+    w0 = tl.load(weight + 3).to(tl.float32)
+    w1 = tl.load(weight + 2).to(tl.float32)
+    w2 = tl.load(weight + 1).to(tl.float32)
+    return w0, w1, w2, tl.load(weight).to(tl.float32)
+
+
+@triton.jit
 def _silu(total, token, end):
     """A token's result from its sum; 0 from `end` on."""
     return tl.where(token < end, total * tl.sigmoid(total), 0.0)
@@ -109,11 +118,7 @@ def convolution_kernel(
         first_out + row * FIRST, second_out + row * SECOND, third_out + row * THIRD, begin, FIRST, SECOND, THIRD
     )
     out += begin + columns
-    weight += (begin + columns) * 4
-    w0 = tl.load(weight + 3).to(tl.float32)
-    w1 = tl.load(weight + 2).to(tl.float32)
-    w2 = tl.load(weight + 1).to(tl.float32)
-    w3 = tl.load(weight).to(tl.float32)
+    w0, w1, w2, w3 = _weights(weight + (begin + columns) * 4)
 
     b1 = _load(x, first - 1, CHANNELS, LENGTH, columns)
     b2 = _load(x, first - 2, CHANNELS, LENGTH, columns)
@@ -176,11 +181,7 @@ def convolution_gradient_kernel(
         dfirst + row * FIRST, dsecond + row * SECOND, dthird + row * THIRD, begin, FIRST, SECOND, THIRD
     )
     dout += begin + columns
-    weight += (begin + columns) * 4
-    w0 = tl.load(weight + 3).to(tl.float32)
-    w1 = tl.load(weight + 2).to(tl.float32)
-    w2 = tl.load(weight + 1).to(tl.float32)
-    w3 = tl.load(weight).to(tl.float32)
+    w0, w1, w2, w3 = _weights(weight + (begin + columns) * 4)
 
     last = first + TOKENS
     x5 = _load(x, last + 1, CHANNELS, LENGTH, columns)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.gated.triton import ACTIVATIONS
+from jaxtune.pallas.ranges import ranges_of
 
 _LARGEST_RANK = 32
 
@@ -162,10 +163,8 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
 
 
 def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
-    tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
-    steps = -(-tiles // ranges)
-    return blocks, -(-tiles // steps), steps
+    blocks = -(-size // shape.columns)
+    return blocks, *ranges_of(-(-tokens // shape.rows), blocks, shape.programs)
 
 
 def rounded_gradients(

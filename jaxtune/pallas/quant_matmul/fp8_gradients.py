@@ -14,6 +14,7 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.gated.thin_triton import width_of
 from jaxtune.pallas.quant_matmul import fp8_rounding
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
+from jaxtune.pallas.ranges import firsts_of, ranges_of
 from jaxtune.pallas.thin_pair import reference
 from jaxtune.pallas.thin_pair.triton import Tile
 
@@ -91,13 +92,8 @@ def rounded_pair(
     widths, ranks = zip(*(b.shape for b in bs), strict=True)
     total, rank = sum(widths), max(ranks)
     counts = [-(-width // shape.columns) for width in widths]  # blocks of columns
-    tiles = -(-tokens // shape.rows)
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // sum(counts)))
-    steps = -(-tiles // ranges)
-    ranges = -(-tiles // steps)
-    first_columns, firsts, thins = (
-        tuple(sum(sizes[:index]) for index in range(len(sizes))) for sizes in (widths, counts, ranks)
-    )
+    ranges, steps = ranges_of(-(-tokens // shape.rows), sum(counts), shape.programs)
+    first_columns, firsts, thins = map(firsts_of, (widths, counts, ranks))
     sides = jnp.concatenate([jnp.pad(b.astype(dtype), ((0, 0), (0, rank - b.shape[1]))) for b in bs])
     codes, scales, block_products, dbs = compat.triton_call(
         kernels.rounded_pair_kernel,

@@ -19,6 +19,7 @@ from jaxtune.pallas.lanes import (
     ir_add,
     ir_address,
     ir_const,
+    ir_fragments,
     ir_i32,
     ir_item,
     ir_load,
@@ -95,15 +96,7 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
                 llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type))
             )
             factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), ir.F32Type.get())]) for ref in nested_ref]
-        fragments = []
-        for values, result in zip((absmax_values, factors), results, strict=False):
-            registers = np.empty((count,), object)
-            registers[:] = values
-            signed = False if result.dtype == jnp.uint8 else None
-            fragments.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
-            )
-        return fragments
+        return ir_fragments((absmax_values, factors), results)
 
     loaded = load(first_row, first_line, *refs)
     return loaded if nested_ref is not None else (*loaded, None)

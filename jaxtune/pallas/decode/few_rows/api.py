@@ -20,6 +20,7 @@ from jaxtune.pallas.decode.few_rows import reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights, few_sizes, few_thin
 from jaxtune.pallas.quant_matmul.fp8_few import Coded, coded_types
+from jaxtune.pallas.quant_matmul.lora_weights import check_adapter
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
@@ -41,13 +42,9 @@ def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes
     for index, lora in enumerate(loras):
         if lora is None:
             continue
-        check.is_a(f"loras[{index}]", lora, LoraWeights, "a LoraWeights or None")
-        check.array(f"loras[{index}].a", lora.a, f"r_{index} in", FLOATS)
-        check.array(f"loras[{index}].b", lora.b, f"{sizes[index]} r_{index}", FLOATS)
+        check_adapter(check, index, lora, sizes[index])
         if lora.row_scale is not None:
             raise ValueError(f"{check.op}: loras[{index}] has a row_scale (DoRA): use quant_matmul")
-        if lora.gate is not None:
-            check.array(f"loras[{index}].gate", lora.gate, f"... r_{index}", FLOATS)
 
 
 def products(

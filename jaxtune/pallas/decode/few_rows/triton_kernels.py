@@ -7,7 +7,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.triton_parts import rounded_row
+from jaxtune.pallas.triton_parts import number_of_three, of_three, rounded_row
 
 # The numbers of gelu_tanh in bfloat16 and in float16.
 _CUBIC, _FACTOR = (
@@ -118,23 +118,10 @@ def product_kernel(
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(0) * ROWS
     split = tl.program_id(1)
-    weight, first_row = first, begin
-    a, b, gate = first_a, first_b, first_gate
-    rank, scale = tl.full([], FIRST_RANK, tl.int32), tl.full([], FIRST_SCALE, tl.float32)
-    if not ACTIVATION:
-        if SECOND > 0:
-            if begin >= FIRST:
-                weight, first_row = second, begin - FIRST
-                if RANK > 0:
-                    a, b, gate = second_a, second_b, second_gate
-                    rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
-        if THIRD > 0:
-            if begin >= FIRST + SECOND:
-                weight, first_row = third, begin - FIRST - SECOND
-                if RANK > 0:
-                    a, b, gate = third_a, third_b, third_gate
-                    rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
-    rows = first_row + tl.arange(0, ROWS)
+    WEIGHTS: tl.constexpr = 1 if ACTIVATION else 1 + (SECOND > 0) + (THIRD > 0)
+    number = (begin >= FIRST).to(tl.int32) + (begin >= FIRST + SECOND).to(tl.int32)
+    weight = of_three(number, first, second, third, WEIGHTS)
+    rows = begin - number_of_three(number, 0, FIRST, FIRST + SECOND, WEIGHTS) + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     if COUNT > TOKENS:
         tokens += tl.program_id(2) * TOKENS
@@ -144,6 +131,13 @@ def product_kernel(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
     if RANK > 0:
+        a, b = (
+            of_three(number, first_a, second_a, third_a, WEIGHTS),
+            of_three(number, first_b, second_b, third_b, WEIGHTS),
+        )
+        rank = number_of_three(number, FIRST_RANK, SECOND_RANK, THIRD_RANK, WEIGHTS)
+        first_scale, second_scale = tl.full([], FIRST_SCALE, tl.float32), tl.full([], SECOND_SCALE, tl.float32)
+        scale = of_three(number, first_scale, second_scale, tl.full([], THIRD_SCALE, tl.float32), WEIGHTS)
         # Those of gate and up are one product of twice the rank.
         THIN: tl.constexpr = 2 * RANK if ACTIVATION else RANK
         ranks = tl.arange(0, THIN)
@@ -165,6 +159,7 @@ def product_kernel(
     if RANK > 0:
         inner = _rounded(inner, DTYPE)
         if GATED:
+            gate = of_three(number, first_gate, second_gate, third_gate, WEIGHTS)
             factors = gate + tokens[:, None] * rank + ranks[None, :]
             if ACTIVATION:
                 of_up = second_gate + tokens[:, None] * SECOND_RANK + (ranks - RANK)[None, :]
