@@ -134,9 +134,9 @@ def lognormal(model) -> dict:
         sampler.step()
     times, tokens = [], []
     for _ in range(60):
-        began, waiting = time.perf_counter(), len(sampler._waiting)
+        began, waiting = time.perf_counter(), sampler.waiting
         tokens.append(sum(len(piece.ids) for piece in sampler.step()))
-        times.append((time.perf_counter() - began, waiting - len(sampler._waiting)))
+        times.append((time.perf_counter() - began, waiting - sampler.waiting))
     found: dict = {
         "host_ms_of_a_round": round(1e3 * float(np.mean([took for took, _ in times])), 3),
         "tokens_of_a_round": float(np.mean(tokens)),

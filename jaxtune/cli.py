@@ -180,9 +180,7 @@ def _out_of_memory(error: Exception) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Whether an error is the user's to mend: an OSError that names a file or says that a disk is full; a ValueError or
-    ArithmeticError that jaxtune's code raised, not a library's; never a RuntimeError.
-    """
+    """Whether an error is the user's to mend: of a file, a full disk, or a value that jaxtune's own code refuses."""
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):

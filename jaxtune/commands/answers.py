@@ -89,15 +89,11 @@ def answer_file(
     from jaxtune.models.generation.sampler import Sampler
 
     rows = read_rows(prompts)
-    asked = []
-    for number, row in enumerate(rows, 1):
-        prompt = prompt_of(row, tokenizer, raw, f"{prompts}:{number}", template_arguments, pictures)
-        if len(prompt.ids) + max_new_tokens > model.config.context_length:
-            raise ValueError(
-                f"{prompts}:{number}: the prompt of {len(prompt.ids)} tokens and --max-new-tokens {max_new_tokens} are "
-                f"more than the model's {model.config.context_length} positions: shorten one of them"
-            )
-        asked.append(prompt)
+    asked = [
+        prompt_of(row, tokenizer, raw, f"{prompts}:{number}", template_arguments, pictures)
+        for number, row in enumerate(rows, 1)
+    ]
+    _require_room(model, asked, max_new_tokens, prompts)
     total = len(rows) * num_answers
     with open(output, "ab+", buffering=0) as file:
         if not files.hold(file.fileno()):
@@ -110,8 +106,7 @@ def answer_file(
             made_by |= {} if cache is None else {"cache": cache}
             file_record.agree(output, made_by, [prompt.identity for prompt in asked], continues=done_count > 0)
         if done_count:
-            progress = f"{output} has {done_count} of {total} answers, which are kept as they are"
-            say(fitted(f"jaxtune: {progress}", terminal.console(stderr=True)), sys.stderr)
+            _note(f"{output} has {done_count} of {total} answers, which are kept as they are")
         if done_count == total:
             return
         asked_ids = [prompt.ids for prompt in asked]
@@ -135,10 +130,23 @@ def answer_file(
                 tokens += len(ids)
                 advance(1)
     seconds = time.monotonic() - start_time
-    summary = (
-        f"{len(indices):,} answers of {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s: {output}"
-    )
-    say(fitted(f"jaxtune: {summary}", terminal.console(stderr=True)), sys.stderr)
+    speed = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
+    _note(f"{len(indices):,} answers of {speed}: {output}")
+
+
+def _require_room(model: Decoder, asked: Sequence[Prompt], max_new_tokens: int, file: Path) -> None:
+    """ValueError for a prompt of the file whose answer may not fit the model's positions."""
+    positions = model.config.context_length
+    for number, prompt in enumerate(asked, 1):
+        if len(prompt.ids) + max_new_tokens > positions:
+            raise ValueError(
+                f"{file}:{number}: the prompt of {len(prompt.ids)} tokens and --max-new-tokens {max_new_tokens} are "
+                f"more than the model's {positions} positions: shorten one of them"
+            )
+
+
+def _note(text: str) -> None:
+    say(fitted(f"jaxtune: {text}", terminal.console(stderr=True)), sys.stderr)
 
 
 def _constraints(

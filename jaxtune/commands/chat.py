@@ -14,6 +14,7 @@ from jaxtune.system.terminal import console, fitted, say
 if TYPE_CHECKING:
     from jaxtune.conversations.picture_processors import PictureReader
     from jaxtune.conversations.pictures import Picture
+    from jaxtune.models.generation.chat import Conversation
 
 
 # arguments: the words after `jaxtune chat`: a model folder, hub name or adapter folder, and options such as --system
@@ -31,11 +32,8 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     parser.add_argument("--system", help="the system message")
     parser.add_argument("--no-adapter", action="store_true", help="start with the adapter off")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: 512)"
-    )
     pictures.add_options(parser)
-    sampling.add_options(parser, temperature=0.7)
+    sampling.add_options(parser, temperature=0.7, max_new_tokens=512)
     common.add_timing(parser)
     options = parser.parse_args(arguments)
     common.begin()
@@ -51,6 +49,13 @@ def run(arguments: Sequence[str]) -> None:
     conversation = Conversation(model, tokenizer, options.system, options.template_arguments, processor, **settings)
     if options.no_adapter:
         conversation.adapter = False
+    _talk(conversation, reader, why_no_pictures)
+    if options.timing:
+        progress.show_timing()
+
+
+def _talk(conversation: Conversation, reader: PictureReader | None, why_no_pictures: str) -> None:
+    """Reads questions and commands, and answers them, until /exit or the end of the input."""
     prompt = "> " if sys.stdin.isatty() else ""
     switch = ", /adapter turns the adapter off and on" if conversation.has_adapter else ""
     usage = "/reset starts a new conversation" + ", /image FILE attaches a picture" * (reader is not None)
@@ -66,24 +71,8 @@ def run(arguments: Sequence[str]) -> None:
             break
         if text == "/exit":
             break
-        if text == "/reset":
-            conversation.reset()
-            attached.clear()
-        elif text.startswith("/image ") or text == "/image":
-            try:
-                if reader is None:
-                    raise ValueError(f"/image: {why_no_pictures}")
-                picture, tokens = _attached(text.removeprefix("/image").strip(), reader)
-                attached.append(picture)
-                say(f"of the next question: a picture of {tokens:,} tokens", file=sys.stderr)
-            except ValueError as error:
-                say(error, file=sys.stderr)
-        elif text == "/adapter" and conversation.has_adapter:
-            conversation.adapter = not conversation.adapter
-            say(f"the adapter is {'on' if conversation.adapter else 'off'}", file=sys.stderr)
-        elif text.startswith("/"):
-            image = ", /image" * (reader is not None)
-            say(f"{text}: unknown; there are /reset{image}{', /adapter' if switch else ''}, /exit", file=sys.stderr)
+        if text.startswith("/"):
+            _obey(text, conversation, attached, reader, why_no_pictures)
         elif text:
             try:
                 conversation.ask(text, functools.partial(say, end="", flush=True), attached)
@@ -93,8 +82,30 @@ def run(arguments: Sequence[str]) -> None:
             except ValueError as error:  # mostly a conversation that is too long
                 say(error, file=sys.stderr)
             say()
-    if options.timing:
-        progress.show_timing()
+
+
+def _obey(
+    text: str, conversation: Conversation, attached: list[Picture], reader: PictureReader | None, why_no_pictures: str
+) -> None:
+    """Does what a line with / asks for; `attached` gets pictures of the next question."""
+    if text == "/reset":
+        conversation.reset()
+        attached.clear()
+    elif text.startswith("/image ") or text == "/image":
+        try:
+            if reader is None:
+                raise ValueError(f"/image: {why_no_pictures}")
+            picture, tokens = _attached(text.removeprefix("/image").strip(), reader)
+            attached.append(picture)
+            say(f"of the next question: a picture of {tokens:,} tokens", file=sys.stderr)
+        except ValueError as error:
+            say(error, file=sys.stderr)
+    elif text == "/adapter" and conversation.has_adapter:
+        conversation.adapter = not conversation.adapter
+        say(f"the adapter is {'on' if conversation.adapter else 'off'}", file=sys.stderr)
+    else:
+        commands = ["/reset", *["/image"] * (reader is not None), *["/adapter"] * conversation.has_adapter, "/exit"]
+        say(f"{text}: unknown; there are {', '.join(commands)}", file=sys.stderr)
 
 
 def _attached(name: str, reader: PictureReader) -> tuple[Picture, int]:

@@ -30,57 +30,9 @@ def run(arguments: Sequence[str]) -> None:
     Prompts given by --prompt are answered on the terminal. For prompts in a JSONL file (--prompts), the answers are
     written to a second JSONL file (--output); if the command was stopped, the same command continues that file.
     """
-    parser = common.parser("generate", run.__doc__)
-    parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
-    prompt_options = parser.add_mutually_exclusive_group(required=True)
-    prompt_options.add_argument("--prompt", action="append", help="may be repeated")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a picture that each --prompt is about; may be repeated, in the order of the prompt's tags <image> if any",
-    )
-    prompt_options.add_argument(
-        "--prompts", metavar="FILE", help="JSONL: a line is an object with 'messages', or with 'prompt', and any others"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help="JSONL: the lines of --prompts, each with its 'answer' and 'finish_reason'"
-    )
-    parser.add_argument(
-        "--num-answers", type=int, default=1, metavar="N", help="lines of --output for each prompt (default: 1)"
-    )
-    parser.add_argument(
-        "--slots", type=int, metavar="N", help="of --prompts, rows that decode at once (default: by memory, at most 64)"
-    )
-    sampling.add_cache(parser, "of --prompts, ")
-    parser.add_argument(
-        "--json-schema", metavar="FILE", help="a JSON schema that each answer to --prompts follows, after its thoughts"
-    )
-    parser.add_argument(
-        "--regex", metavar="EXPRESSION", help="an expression in Rust's syntax that each answer matches whole"
-    )
-    parser.add_argument("--raw", action="store_true", help="use the prompt as it is, not as a user's chat message")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)"
-    )
-    pictures.add_options(parser)
-    sampling.add_options(parser, temperature=0.0)
-    common.add_timing(parser)
+    parser = _parser()
     options = parser.parse_args(arguments)
-    if (options.prompts is None) != (options.output is None):
-        parser.error("--prompts and --output go with each other: one is given without the other")
-    if options.prompts is None and (options.num_answers != 1 or options.slots is not None or options.cache is not None):
-        parser.error("--num-answers, --slots and --cache are of --prompts and --output")
-    for flag, value in (("--num-answers", options.num_answers), ("--max-new-tokens", options.max_new_tokens)):
-        if value < 1:
-            parser.error(f"{flag} {value}: must be a positive integer")
-    if options.json_schema is not None and options.regex is not None:
-        parser.error("--json-schema and --regex: give one of them")
-    if options.prompts is None and (options.json_schema is not None or options.regex is not None):
-        parser.error("--json-schema and --regex are of --prompts and --output")
-    if options.image and (options.prompts is not None or options.raw):
-        parser.error(f"--image and {'--raw' if options.raw else '--prompts'}: pictures are of a --prompt in a chat")
+    _check(options, parser)
     grammar = _grammar(options)
     common.begin()
 
@@ -90,14 +42,7 @@ def run(arguments: Sequence[str]) -> None:
 
     timing.imported()
     # What cannot be read is said before a model is loaded.
-    rows = answers.read_rows(Path(options.prompts)) if options.prompts is not None else []
-    shown = (
-        "--image"
-        if options.image
-        else next(
-            (f"{options.prompts}:{number}" for number, row in enumerate(rows, 1) if answers.has_pictures(row)), ""
-        )
-    )
+    shown = _first_with_pictures(options)
     if shown and (why := why_no_pictures(options.model)):
         raise ValueError(f"{shown} has pictures: {why}")
     beside = functools.partial(_begin, options) if len(options.prompt or ()) == 1 and not shown else None
@@ -137,12 +82,75 @@ def run(arguments: Sequence[str]) -> None:
         progress.show_timing()
 
 
+def _first_with_pictures(options: argparse.Namespace) -> str:
+    """What has the first picture, for messages; "" if nothing has any. ValueError for prompts that cannot be read."""
+    from jaxtune.commands import answers
+
+    rows = answers.read_rows(Path(options.prompts)) if options.prompts is not None else []
+    if options.image:
+        return "--image"
+    return next((f"{options.prompts}:{number}" for number, row in enumerate(rows, 1) if answers.has_pictures(row)), "")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = common.parser("generate", run.__doc__)
+    parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
+    prompt_options = parser.add_mutually_exclusive_group(required=True)
+    prompt_options.add_argument("--prompt", action="append", help="may be repeated")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a picture that each --prompt is about; may be repeated, in the order of the prompt's tags <image> if any",
+    )
+    prompt_options.add_argument(
+        "--prompts", metavar="FILE", help="JSONL: a line is an object with 'messages', or with 'prompt', and any others"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="JSONL: the lines of --prompts, each with its 'answer' and 'finish_reason'"
+    )
+    parser.add_argument(
+        "--num-answers", type=int, default=1, metavar="N", help="lines of --output for each prompt (default: 1)"
+    )
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="of --prompts, rows that decode at once (default: by memory, at most 64)"
+    )
+    sampling.add_cache(parser, "of --prompts, ")
+    parser.add_argument(
+        "--json-schema", metavar="FILE", help="a JSON schema that each answer to --prompts follows, after its thoughts"
+    )
+    parser.add_argument(
+        "--regex", metavar="EXPRESSION", help="an expression in Rust's syntax that each answer matches whole"
+    )
+    parser.add_argument("--raw", action="store_true", help="use the prompt as it is, not as a user's chat message")
+    pictures.add_options(parser)
+    sampling.add_options(parser, temperature=0.0, max_new_tokens=64)
+    common.add_timing(parser)
+    return parser
+
+
+def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the command for options that contradict each other."""
+    if (options.prompts is None) != (options.output is None):
+        parser.error("--prompts and --output go with each other: one is given without the other")
+    if options.prompts is None and (options.num_answers != 1 or options.slots is not None or options.cache is not None):
+        parser.error("--num-answers, --slots and --cache are of --prompts and --output")
+    for flag, value in (("--num-answers", options.num_answers), ("--max-new-tokens", options.max_new_tokens)):
+        if value < 1:
+            parser.error(f"{flag} {value}: must be a positive integer")
+    if options.json_schema is not None and options.regex is not None:
+        parser.error("--json-schema and --regex: give one of them")
+    if options.prompts is None and (options.json_schema is not None or options.regex is not None):
+        parser.error("--json-schema and --regex are of --prompts and --output")
+    if options.image and (options.prompts is not None or options.raw):
+        parser.error(f"--image and {'--raw' if options.raw else '--prompts'}: pictures are of a --prompt in a chat")
+
+
 def _begin(
     options: argparse.Namespace, shapes: Decoder, room: float | None, tokenizer_of: Callable[[], Tokenizer | None]
 ) -> None:
-    """Begins to load or compile the programs of the only prompt while the weights load; in vain if the memory then has
-    another plan.
-    """
+    """Begins to load or compile the only prompt's programs while the weights load."""
     from jaxtune.commands.answers import prompt_of
     from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.generate import begin

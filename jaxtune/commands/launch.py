@@ -55,12 +55,7 @@ def _gpus(count: int) -> list[str]:
 
 
 class _Processes:
-    """The processes of one run. The first one listens on a free port of the loopback address.
-
-    Args:
-      arguments: of `jaxtune train`.
-      gpus: CUDA_VISIBLE_DEVICES of each process; None: unchanged.
-    """
+    """The processes of one run."""
 
     def __init__(self, arguments: Sequence[str], count: int, gpus: Sequence[str] | None):
         self._signals: list[int] = []
@@ -111,9 +106,7 @@ class _Processes:
         self._signals.append(number)
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
-        """Waits until all have ended, and passes signals on. After a failure the others have 20 seconds (none if a
-        signal ended the failed one), and are then killed.
-        """
+        """Waits until all have ended, and passes signals on; after a failure the others have 20 seconds."""
         code, deadline = 0, None
         while running:
             while self._signals:

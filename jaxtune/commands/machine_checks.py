@@ -95,9 +95,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
-    """ "wrong": a GPU that JAX does not use or support. "note": no GPU, over 2 GiB in use before JAX started, or no
-    jax-triton, which GPUs other than Hopper need.
-    """
+    """Yields "wrong" for a GPU that JAX does not use or support."""
     import jax
 
     from jaxtune.profile.data_sheets import refusal
@@ -178,10 +176,7 @@ def _rates() -> Iterator[Finding]:
 
 
 def _attention() -> Finding:
-    """The attention that is chosen here against float32's, forward and backward; "wrong" from 2 % in norm on.
-
-    "ok" does not say that a hand-written kernel runs: a kernel that fails at its first use is replaced before.
-    """
+    """The chosen attention against float32's, forward and backward; "wrong" from 2 % in norm on."""
     import jax
     import jax.numpy as jnp
 

@@ -22,8 +22,10 @@ def _arguments(text: str) -> Mapping[str, object] | None:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
-    """Adds the options of sampling, and those of common.add_numbers. temperature: the default of --temperature."""
+def add_options(parser: argparse.ArgumentParser, temperature: float, max_new_tokens: int) -> None:
+    """Adds the options of sampling with these defaults, and those of common.add_numbers."""
+    words = f"most tokens of an answer (default: {max_new_tokens})"
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=words)
     default = f"0 takes the likeliest token (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
     for flag, kind, value, words in (

@@ -51,6 +51,26 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for flag, value, is_valid in (
+        ("--timeout", options.timeout, options.timeout > 0),
+        ("--grace", options.grace, 0 <= options.grace < float("inf")),
+    ):
+        if not is_valid:
+            parser.error(f"{flag} {value:g}: must be {'positive' if flag == '--timeout' else '0 or more'}")
+    key = _key_of(options, parser)
+    _require_packages()
+    from jaxtune.serve.readers import Readers
+
+    with Readers() as readers:
+        common.begin()
+        _serve(options, key, readers)
+    if options.timing:
+        progress.show_timing()
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = common.parser("serve", run.__doc__)
     parser.add_argument("model", help="model folder, GGUF file, hub name or adapter folder")
     parser.add_argument(
@@ -108,7 +128,11 @@ def _run(arguments: Sequence[str]) -> None:
     )
     common.add_numbers(parser)
     common.add_timing(parser)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _key_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
+    """The key that clients must bring, or None; ends the command if it is empty, or missing for other machines."""
     if options.api_key is not None and options.api_key_file is not None:
         parser.error("--api-key and --api-key-file: give one of them")
     key = options.api_key if options.api_key is not None else os.environ.get(_KEY)
@@ -117,16 +141,14 @@ def _run(arguments: Sequence[str]) -> None:
     key = None if key is None else key.strip()  # as clients' keys are, and files and variables end with a newline
     if key == "":
         parser.error(f"--api-key (or --api-key-file, or ${_KEY}) is empty: give a key, or none")
-    for flag, value, right in (
-        ("--timeout", options.timeout, options.timeout > 0),
-        ("--grace", options.grace, 0 <= options.grace < float("inf")),
-    ):
-        if not right:
-            parser.error(f"{flag} {value:g}: must be {'positive' if flag == '--timeout' else '0 or more'}")
     if key is None and not is_loopback(options.host):
         parser.error(
             f"--host {options.host} can be reached from other machines: give --api-key-file FILE, or set {_KEY}"
         )
+    return key
+
+
+def _require_packages() -> None:
     try:
         import prometheus_client
         import starlette
@@ -136,13 +158,6 @@ def _run(arguments: Sequence[str]) -> None:
             f"serve needs starlette, uvicorn and prometheus-client ({error}): {install('serve')}"
         ) from None
     del prometheus_client, starlette, uvicorn
-    from jaxtune.serve.readers import Readers
-
-    with Readers() as readers:
-        common.begin()
-        _serve(options, key, readers)
-    if options.timing:
-        progress.show_timing()
 
 
 def _key_in(file: Path) -> str:
@@ -221,11 +236,7 @@ def _serve(options: argparse.Namespace, key: str | None, readers: Readers) -> No
 
 
 def _models(options: argparse.Namespace, beside: Beside) -> list[ServedModel]:
-    """The base, then the argument `model` if it is an adapter, then those of --adapter, over the same arrays.
-    ValueError: two have the same name, there is no tokenizer, or an --adapter is not NAME=FOLDER.
-
-    beside: as for from_pretrained.
-    """
+    """The base, then the adapters, over the same arrays. ValueError: two have one name, or there is no tokenizer."""
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import to_host
     from jaxtune.models.ends import with_end_tokens

@@ -48,9 +48,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             self._add(name, option)
 
     def _add(self, name: str, option: _Option) -> None:
-        """Adds the option of a field: a truth value may stand without a value, a list takes several words. Nothing is
-        converted or filled in here.
-        """
+        """Adds a field's option; a list takes several words, and nothing is converted here."""
         flags = list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
         several = _has(option.hint, (list, tuple, set, Sequence)) and not isinstance(option.hint, str)
         truth = _has(option.hint, (bool,)) or isinstance(option.default, bool)
@@ -224,9 +222,7 @@ def _default(config: SFTConfig | None, field: dataclasses.Field) -> object:
 
 
 def _required(kind: type) -> list[str]:
-    """The fields that have no default and so need a value. SFTConfigs need none: their defaults are in tables, not in
-    the class.
-    """
+    """The fields that have no default; SFTConfigs need none."""
     if issubclass(kind, SFTConfig):
         return []
     missing = dataclasses.MISSING
@@ -263,9 +259,7 @@ def _value(name: str, value: object, hint: object) -> object:
 
 
 def _of_text(name: str, text: str, hint: object, kinds: list[object]) -> object:
-    """The text as the first kind of `hint` that takes it: a choice or enum, None, a truth value, JSON, a number, text,
-    a list of this text; else ValueError. kinds: _kinds(hint), the union's members without their arguments.
-    """
+    """The text as the first kind of `hint` that takes it; else ValueError."""
     for member in _members(hint):
         if typing.get_origin(member) is typing.Literal:
             choices = typing.get_args(member)

@@ -251,22 +251,7 @@ class CompatModel:
         ids = np.atleast_2d(np.asarray(input_ids))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        limits = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # values without effect
-        greedy = "do_sample=False" if do_sample is False else "temperature=0" if temperature == 0 else ""
-        for name, value in options.items():
-            if greedy and value not in (None, limits[name]) and name not in greedy:
-                raise ValueError(f"generate: {name} = {value} has no effect with {greedy}; drop one")
-        source = self.module.source
-        recorded = json.loads(source.generation_config) if source is not None and source.generation_config else {}
-        samples = temperature is not None or any(options[name] not in (None, limits[name]) for name in limits)
-        sample = not greedy and (do_sample or samples or (do_sample is None and recorded.get("do_sample")))
-
-        def settled(name: str, value: Any, default: float) -> Any:
-            return next(choice for choice in (value, recorded.get(name), default) if choice is not None)
-
-        limits = {name: settled(name, options[name], limits[name] if name != "top_k" else 50) for name in limits}
-        limits = limits if sample else {}
-        penalty = settled("repetition_penalty", repetition_penalty, 1.0)
+        settings = self._drawing_settings(do_sample, options, repetition_penalty)
         if streamer is not None and len(ids) > 1:
             raise ValueError(f"generate: a streamer shows one row, and there are {len(ids)}: give them one by one")
         # A rendered text that begins with BOS gets a second one where a script tokenises it.
@@ -282,10 +267,9 @@ class CompatModel:
             max_new_tokens,
             seed=next_seed(),
             eos_token_ids=eos_token_id,
-            repetition_penalty=penalty,
             streamer=None if streamer is None else lambda _, t: streamer.put(np.array(t)),
             pictures=self._pictures(prompts, pixel_values, image_grid_thw),
-            **limits,
+            **settings,
         )
         if streamer is not None:
             streamer.end()
@@ -294,6 +278,29 @@ class CompatModel:
         width = max(map(len, new))
         tail = np.array([row + [pad] * (width - len(row)) for row in new], np.int32)
         return np.concatenate([ids.astype(np.int32), tail], axis=1).view(NumpyTensor)
+
+    def _drawing_settings(
+        self, do_sample: bool | None, options: Mapping[str, float | None], repetition_penalty: float | None
+    ) -> dict[str, Any]:
+        """jaxtune.generate's, of a call's options, generation_config.json and transformers' defaults. ValueError for
+        options without effect.
+        """
+        off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # values without effect
+        temperature = options["temperature"]
+        greedy = "do_sample=False" if do_sample is False else "temperature=0" if temperature == 0 else ""
+        for name, value in options.items():
+            if greedy and value not in (None, off[name]) and name not in greedy:
+                raise ValueError(f"generate: {name} = {value} has no effect with {greedy}; drop one")
+        source = self.module.source
+        recorded = json.loads(source.generation_config) if source is not None and source.generation_config else {}
+        asks = temperature is not None or any(options[name] not in (None, off[name]) for name in off)
+        samples = not greedy and (do_sample or asks or (do_sample is None and recorded.get("do_sample")))
+        values, defaults = {**options, "repetition_penalty": repetition_penalty}, {"repetition_penalty": 1.0}
+        defaults |= off | {"top_k": 50} if samples else {}
+        return {
+            name: next(choice for choice in (values[name], recorded.get(name), default) if choice is not None)
+            for name, default in defaults.items()
+        }
 
     def _pictures(
         self, prompts: Sequence[Sequence[int]], pixel_values: object, grids: object
@@ -464,8 +471,7 @@ class CompatModel:
 
 
 def _linear_positions(name: str, adapter: str | None, length: int | None) -> dict[str, object] | None:
-    """Unsloth's rope_scaling of a model that has fewer positions than `length`, unless it scales them already; None of
-    any other. adapter: the folder of one over the model, whose training's scaling comes before this."""
+    """Unsloth's rope_scaling of a model with fewer positions than `length`; None of any other."""
     over = None if adapter is None else trained_over.read(Path(adapter).expanduser())
     if length is None or (over is not None and any(over.positions.values())):
         return None
@@ -657,10 +663,7 @@ class FastLanguageModel:
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """load_in of jaxtune.from_pretrained for Unsloth's arguments. ValueError: two contradict.
-
-    flags: {name: value} of other formats' arguments, such as load_in_fp8.
-    """
+    """load_in of from_pretrained for Unsloth's arguments. ValueError: two contradict."""
     for flag, value in flags.items():
         if not value:
             continue

@@ -314,9 +314,7 @@ class KTOTrainer(ReferencedTrainer):
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Rows with mismatched answers as in TRL, for the KL term: each gets the answer of another one of the same
-        per_device_train_batch_size consecutive rows.
-        """
+        """Rows with mismatched answers as in TRL, for the KL term."""
         assert isinstance(data, PairDataset)
         if data.width is not None:  # room for the pairs before, of which the new ones may be longer
             data = dataclasses.replace(data, packing="step", width=None)

@@ -405,9 +405,8 @@ class RewardedTrainer(PreferenceTrainer):
     # ---- the run
 
     def _reference(self, temperature: float) -> Score | None:
-        """Scores answers under the copied weights of the reference, from before the first call of train(), as in TRL;
-        None without a KL term, or if it is the adapter off. Maps (the run's model, a Batch) to the targets'
-        log-probabilities, float32[rows, length].
+        """Maps (model, Batch) to log-probabilities under the weights before the first train(); None where none is
+        needed.
         """
         reference_weights = self._kept
         if reference_weights is None:

@@ -106,9 +106,7 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A text for each row. A call with the first row shows what formatting_func takes: if it raises or returns another
-    list than one text, it gets {column: values} of all rows, as Unsloth's do.
-    """
+    """A text for each row, of a formatting_func that takes one row or a batch."""
     if not dataset:
         return []
     try:

@@ -135,9 +135,7 @@ def without_torch(tokenizer: Any) -> Any:
 def _read_conversation(
     templates: object, arguments: tuple[object, ...], options: Message
 ) -> tuple[tuple[object, ...], Message]:
-    """The arguments of apply_chat_template with conversations as rows are read; what the reader refuses, such as
-    pictures, stays for the template.
-    """
+    """The arguments of apply_chat_template with conversations as rows are read."""
     name = "conversation"
     value = arguments[0] if arguments else options.get(name)
     several = (

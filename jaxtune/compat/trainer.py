@@ -396,9 +396,7 @@ class SFTTrainer(ScriptWords):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
-        """The section `optim` of the run's config; ValueError for an optimizer that is not here, or
-        embedding_learning_rate without a trained embedding.
-        """
+        """The section `optim` of the run's config. ValueError for an optimizer that is not here."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         rate = args.embedding_learning_rate
@@ -420,9 +418,7 @@ class SFTTrainer(ScriptWords):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A jaxtune Trainer that does not train, with the tokenised rows. Made at the first use, so that the
-        constructor tokenises nothing.
-        """
+        """A Trainer of the tokenised rows that does not train; built at its first use."""
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._train_rows(), self._rows.get("eval"))
 

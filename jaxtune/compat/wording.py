@@ -60,8 +60,7 @@ def arguments_of(kind: type[SFTConfig]) -> frozenset[str]:
 
 @functools.cache
 def _words(kind: type[SFTConfig] | None) -> dict[str, str]:
-    """{a recipe's key: what a script with this config calls it}; None: what functions call it that load models and add
-    adapters"""
+    """{a recipe's key: what a script with this config calls it}."""
     if kind is None:
         return {key: _of_functions(key, names) for key, names in _candidates().items()}
     has, followed = arguments_of(kind), {field.name for field in dataclasses.fields(kind)}

@@ -372,9 +372,7 @@ class _Tags(AnswerStream):
         return None if not last and any(mark.startswith(text) for mark in form.leading) else False
 
     def _content(self, last: bool) -> Pieces:
-        """Reads the answer's own text up to a mark that opens a thought or a call, and changes the state there. [] if
-        the text that has arrived does not decide. last: no more text comes.
-        """
+        """Reads the answer's own text up to a mark that opens a thought or a call; [] if more text must decide."""
         leads = self._leads(last)
         if leads:
             self._state = "call"
@@ -453,9 +451,7 @@ _HEADS = ("<|channel|>", "<|start|>", "to=")
 
 
 class _Channels(AnswerStream):
-    """The messages of gpt-oss: a header with channel and recipient, <|message|>, and text. calls: without, calls are
-    text.
-    """
+    """The messages of gpt-oss: a header with channel and recipient, <|message|>, and text."""
 
     def __init__(self, calls: bool, opening: str):
         super().__init__()
@@ -475,9 +471,7 @@ class _Channels(AnswerStream):
         return self._header() if self._state == "header" else self._body(last)
 
     def _header(self) -> Pieces:
-        """Reads a message's header, once it is complete, and changes the state to what it announces: a call, a thought
-        or content. The result is always [].
-        """
+        """Reads a message's header, once it is complete, and changes the state to what it announces."""
         header, delimiter, text = self._text.partition("<|message|>")
         if not delimiter:
             return []
@@ -531,11 +525,7 @@ class Completions:
     def __call__(
         self, prompt: str | list[Message], prompt_ids: Sequence[int], ids: Sequence[int]
     ) -> str | list[Message]:
-        """An answer in the form of its prompt.
-
-        prompt, prompt_ids: a text or messages, and its token ids.
-        ids: the answer's, without its end token.
-        """
+        """An answer in the form of its prompt."""
         reader, is_text = self.reader, isinstance(prompt, str)
         if reader is None or not reader.thinks or (is_text and not (self.renders_texts and reader.marks_are_special)):
             return self.decode(ids)

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 type Arguments = dict[str, Any]
@@ -147,6 +147,12 @@ def _typed(text: str, parameters: object, key: str) -> object:
         return _WORDS.get(text.strip(), text)
 
 
+def _typed_call(name: str, texts: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
+    """A call whose arguments are bare texts, (key, text) each."""
+    parameters = schemas.get(name, {})
+    return Call(name, {key: _typed(text, parameters, key) for key, text in texts})
+
+
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -156,8 +162,7 @@ def _xml(text: str, schemas: Schemas) -> list[Call]:
     function = _FUNCTION.fullmatch(text)
     if function is None:
         raise ValueError("a call is <function=NAME>...</function>")
-    parameters = schemas.get(function[1], {})
-    return [Call(function[1], {key: _typed(value, parameters, key) for key, value in _PARAMETER.findall(function[2])})]
+    return [_typed_call(function[1], _PARAMETER.findall(function[2]), schemas)]
 
 
 _INVOKE = re.compile(r"<invoke name=\"?([^\">]+)\"?>(.*?)</invoke>", re.DOTALL)
@@ -165,13 +170,8 @@ _NAMED = re.compile(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", 
 
 
 def _invoked(text: str, schemas: Schemas) -> list[Call]:
-    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>; ValueError for other text
-    beside it.
-    """
-    calls = [
-        Call(name, {key: _typed(value, schemas.get(name, {}), key) for key, value in _NAMED.findall(body)})
-        for name, body in _INVOKE.findall(text)
-    ]
+    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>."""
+    calls = [_typed_call(name, _NAMED.findall(body), schemas) for name, body in _INVOKE.findall(text)]
     if not calls or _INVOKE.sub("", text).strip():
         raise ValueError('a call is <invoke name="NAME">...</invoke>')
     return calls
@@ -186,9 +186,7 @@ def _glm(text: str, schemas: Schemas) -> list[Call]:
     call = _GLM.fullmatch(text)
     if call is None:
         raise ValueError("a call is NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-    parameters = schemas.get(call[1], {})
-    pairs = ((key.strip(), value) for key, value in _PAIR.findall(call[2]))
-    return [Call(call[1], {key: _typed(value, parameters, key) for key, value in pairs})]
+    return [_typed_call(call[1], [(key.strip(), value) for key, value in _PAIR.findall(call[2])], schemas)]
 
 
 _DEEPSEEK = re.compile(
@@ -199,9 +197,7 @@ _DEEPSEEK = re.compile(
 
 
 def _deepseek(text: str, schemas: Schemas) -> list[Call]:
-    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1); ValueError for other text
-    beside it.
-    """
+    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1)."""
     calls = [
         Call(name or short, arguments_of(block if name else bare))
         for _, name, block, short, bare in _DEEPSEEK.findall(text)
@@ -219,9 +215,7 @@ _KIMI = re.compile(
 
 
 def _kimi(text: str, schemas: Schemas) -> list[Call]:
-    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>; ValueError for
-    other text beside it.
-    """
+    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>."""
     calls = [Call(name, arguments_of(value)) for name, value in _KIMI.findall(text)]
     if not calls or _KIMI.sub("", text).strip():
         raise ValueError("a call is <|tool_call_begin|>NAME<|tool_call_argument_begin|>JSON<|tool_call_end|>")
@@ -242,9 +236,7 @@ def _mistral(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _python(text: str, schemas: Schemas) -> list[Call]:
-    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line. ValueError for other code; nothing is
-    run.
-    """
+    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line."""
     try:
         bodies = [line.value for line in ast.parse(text.strip()).body if isinstance(line, ast.Expr)]
     except SyntaxError as error:

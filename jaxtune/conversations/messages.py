@@ -372,9 +372,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _loaded(text: str, why: str, *path: int | str) -> object:
-    """The JSON value of a text; ConversationError, with a hint if Python printed it. why: the error's beginning. path:
-    keys and indices of the text within its row.
-    """
+    """The JSON value of a text; ConversationError, which begins with `why`."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except ConversationError as error:
@@ -474,9 +472,7 @@ def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
 
 
 def _role(extra: Message) -> tuple[str, bool]:
-    """(Role, whether the content is calls); removes the speaker's key from `extra`. ConversationError for an unknown
-    role.
-    """
+    """(Role, whether the content is calls); removes the speaker's key from `extra`."""
     key = next((key for key in SPEAKER if key in extra), None)
     if key is None:
         raise ConversationError(f"a message has no role; it has {', '.join(map(str, extra)) or 'nothing'}")
@@ -494,9 +490,7 @@ def _role(extra: Message) -> tuple[str, bool]:
 def _content(
     value: object, role: str, access: PictureAccess | None
 ) -> tuple[str, str, list[Message], list[Picture | None]]:
-    """(Text with PICTURE for pictures, thought, calls, pictures) of text, a list of typed parts, or a tool's result;
-    None is a picture of a column. ConversationError for another part, such as a video.
-    """
+    """(Text with PICTURE for pictures, thought, calls, pictures) of text, a list of typed parts, or a tool's result."""
     if isinstance(value, str):
         return value, "", [], []
     if role == "tool" and _is_data(value):
@@ -565,9 +559,7 @@ def _thoughts(extra: Message) -> list[str]:
 
 
 def _calls(value: object) -> tuple[str, list[Message]]:
-    """(Text before the calls, calls) of a call, a list, or their JSON text, also in <tool_call> marks; text after a
-    mark is lost. ConversationError for another form.
-    """
+    """(Text before the calls, calls) of a call, a list, or their JSON text, also in <tool_call> marks."""
     text = ""
     if isinstance(value, str):
         if "<tool_call>" in value:
@@ -601,9 +593,7 @@ def _several(text: str) -> object:
 
 
 def _call(call: object) -> Message:
-    """A call in the templates' form: {"id" (if any), "type": "function", "function": {"name", "arguments"}}.
-    ConversationError without a name.
-    """
+    """A call in the templates' form: {"id" (if any), "type": "function", "function": {"name", "arguments"}}."""
     if isinstance(call, str):
         call = _loaded(call, "a tool call is not JSON")
     if not isinstance(call, Mapping):
@@ -658,9 +648,7 @@ def _schema(tool: object, column: str, index: int) -> Message:
 
 
 def _marks(extra: Message, message: Message) -> Message:
-    """The training marks of a turn as {"train", "train_detail"}, removed from `extra`. ConversationError if they
-    disagree, or an unknown key looks like one.
-    """
+    """The training marks of a turn as {"train", "train_detail"}, removed from `extra`."""
     truths: dict[str, bool] = {}
     details = None
     for key in list(extra):
@@ -766,9 +754,7 @@ def _continues(before: Message, message: Message) -> bool:
 
 
 def _one(run: list[Message]) -> Message:
-    """Neighbouring turns of the assistant as one message, with train_detail where their train flags differ.
-    ConversationError if calls or thoughts would have to be left out alone.
-    """
+    """Neighbouring turns of the assistant as one message, with train_detail where their train flags differ."""
     merged: Message = {"role": "assistant", "content": ""}
     spans: list[Message] = []
     marks = [message.get("train", True) for message in run]

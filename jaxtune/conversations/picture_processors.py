@@ -225,10 +225,7 @@ class PictureProcessor:
         token_id: Callable[[str], int | None],
         max_pixels: int | None = None,
     ) -> PictureProcessor:
-        """As `of_files`, of what is in config.json and in the preprocessor's file.
-
-        token_id: of a special token's text; None if there is none.
-        """
+        """As `of_files`, of what is in config.json and in the preprocessor's file."""
         written = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
         name = written.removesuffix("Fast").removesuffix("Pil")
         if (kind := KINDS.get(name)) is None:

@@ -169,9 +169,7 @@ def _at_once(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
 
 
 def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Tokens:
-    """The tokens of a long text, by windows that overlap. max_tokens: stops after the window that reaches it; None:
-    never.
-    """
+    """The tokens of a long text by windows that overlap, until there are max_tokens."""
 
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
@@ -197,9 +195,8 @@ def _in_windows(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> Toke
 
 
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
-    """(Index in `before`, index in `after`) of the common token nearest to the middle of the overlap, characters low to
-    high - 1. Without one: the first token of `before` from the middle on, and None; the next window is then made anew
-    from there.
+    """(Index in `before`, in `after`) of the common token nearest to the overlap's middle; None:
+    make the window anew.
     """
     middle = (low + high) // 2
     common_starts = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])

@@ -132,9 +132,7 @@ def _objective(recipe: Translation) -> str:
 
 
 def _grpo(recipe: Translation, rl: str) -> None:
-    """Sets the objective's keys of the section `trl`. ConfigError without reward functions and without a rollout
-    function.
-    """
+    """Sets the objective's keys of the section `trl`."""
     section = recipe.table.sections["trl"]
     trl_values = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
     recipe.set_same(section, trl_values, {})

@@ -283,6 +283,15 @@ def listed(value: Any) -> list[str]:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else list(value)
 
 
+def set_kind(recipe: Translation, saved_modules_key: str) -> None:
+    """Sets what kind of adapter it is: rsLoRA, DoRA, and modules that are trained whole."""
+    if modules_to_save := listed(recipe[saved_modules_key]):
+        recipe.set("adapter.modules_to_save", modules_to_save)
+    for key in ("use_rslora", "use_dora"):
+        if recipe[key]:
+            recipe.set(f"adapter.{key}", True)
+
+
 def functions(recipe: Translation, names: Iterable[str]) -> list[str]:
     """Reward functions as file.py:name, of dotted import paths; other names are lacking."""
     paths = []

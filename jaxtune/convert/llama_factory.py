@@ -118,9 +118,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
 
 
 def _template(recipe: Translation, method: str) -> None:
-    """data.template: what the named template writes; without a name the tokenizer's own, as there. ConfigError for an
-    unknown name.
-    """
+    """data.template: what the named template writes; ConfigError for an unknown name."""
     name = recipe["template"]
     if name is None:
         recipe.set("data.template", "tokenizer")
@@ -181,17 +179,11 @@ def _adapter(recipe: Translation) -> None:
     recipe.set("adapter.target_modules", "all-linear" if modules == ["all"] else modules)
     if parameters := common.listed(recipe["lora_target_parameters"]):
         recipe.set("adapter.target_parameters", parameters)
-    if modules_to_save := common.listed(recipe["additional_target"]):
-        recipe.set("adapter.modules_to_save", modules_to_save)
-    for key in ("use_rslora", "use_dora"):
-        if recipe[key]:
-            recipe.set(f"adapter.{key}", True)
+    common.set_kind(recipe, "additional_target")
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
-    """Entries of dataset_info.json below `folder` or the current folder, with the folder of the file as "base"; {}
-    without such a file. ConfigError for a file of another form.
-    """
+    """Entries of dataset_info.json below `folder` or the current folder, with its folder as "base"."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():

@@ -94,9 +94,7 @@ def _loss(recipe: Translation, trainer: str) -> None:
 
 
 def _objective(recipe: Translation, trainer: str) -> None:
-    """Sets the keys of `objective`. ConfigError for GRPO or RLOO without reward functions. trainer: TRL's command, such
-    as "sft".
-    """
+    """Sets the keys of `objective` for a TRL command, such as "sft"."""
     trainer_defaults = recipe.table.sections[trainer].defaults
     for key, ours in recipe.table.top.same_value.items():
         if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:
@@ -203,8 +201,4 @@ def _adapter(recipe: Translation) -> None:
     recipe.set("adapter.target_modules", "all-linear" if modules in ([], ["all-linear"]) else modules)
     if parameters:
         recipe.set("adapter.target_parameters", parameters)
-    if modules_to_save := common.listed(recipe["lora_modules_to_save"]):
-        recipe.set("adapter.modules_to_save", modules_to_save)
-    for key in ("use_rslora", "use_dora"):
-        if recipe[key]:
-            recipe.set(f"adapter.{key}", True)
+    common.set_kind(recipe, "lora_modules_to_save")

@@ -115,9 +115,7 @@ def verify(model: Decoder, read_back: Mapping[str, np.ndarray], written: Mapping
 
 
 def _peft_product(name: str, tensors: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-    """float64[out, in], or [count, out, in] for experts (count 0: a linear): B A as PEFT computes it. If both matrices
-    of a layer's experts are adapted, PEFT wraps the module twice, gate_up_proj first, whose names then have base_layer.
-    """
+    """float64[out, in], or [count, out, in] for experts (count 0: a linear): B A as PEFT computes it."""
     if not count:
         a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].astype(np.float64) for side in "AB")
         return b @ a

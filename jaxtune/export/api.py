@@ -131,9 +131,7 @@ def _merged(model: Decoder) -> Weights:
 
 
 def _whole(model: Decoder) -> Weights:
-    """_merged, each weight checked when it is made. Raises ValueError for a model prepared for QAT without an adapter,
-    ArithmeticError if merged logits differ.
-    """
+    """_merged, each weight checked when it is made."""
     weights = _merged(model)
     variables, like = tensors_of(weights.model), _like(model)
     makers = {
@@ -159,9 +157,7 @@ def _compile_checks(tensors: Iterable[object], dtype: str, where: jax.sharding.S
 
 
 def _finite(name: str, make: Callable[[], jax.Array | Stored], dtype: str) -> jax.Array | Stored:
-    """Makes a tensor and raises ArithmeticError unless it is finite in `dtype`: most formats have a code for any
-    number, which would hide a broken one.
-    """
+    """Makes a tensor; ArithmeticError unless it is finite, as most formats have a code for any number."""
     tensor = make()
     if not all(processes.all_of(bool(all(jax.device_get(are_finite(tensor, dtype)))))):
         wider = ", or load it in bfloat16 or float32 (dtype, --dtype)" if dtype == "float16" else ""
@@ -209,9 +205,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 
 
 def _name(job: _Job, notes: list[str]) -> str:
-    """general.name. llama.cpp treats a tokenizer as Phi-3's if the name has phi-3 or phi3 in it, so " (Phi-3)" is
-    added, or such a name changed, with a note.
-    """
+    """general.name, with or without phi-3 in it, by which llama.cpp chooses Phi-3's tokenizer."""
     name = job.name
     named, strips = re.search("phi-?3", name, re.IGNORECASE), strips_as_phi3(job.tokenizer)
     if bool(named) != strips:
@@ -256,9 +250,7 @@ def _write_gguf(
     ready=lambda _: None,
     texts: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Exported:
-    """Writes a GGUF file, reads it back, and adds `texts`. fields: metadata without general.architecture (`arch`).
-    ready: see gguf_file.write.
-    """
+    """Writes a GGUF file, reads it back, and adds `texts`."""
     tensors = gguf_tensors.all_tensors(sources)
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
     require_room(job.path.parent, size + _METADATA_BYTES)

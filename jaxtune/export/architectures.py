@@ -93,9 +93,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Clauses on where layers differ from the pattern that llama.cpp hard-codes: windows, position encodings (the first
-    layer of each), and Gemma 3's local base. A model without any windows passes.
-    """
+    """Where layers differ from the pattern of windows and position encodings that llama.cpp hard-codes."""
     problems = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -180,9 +178,7 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
-    """Keys rope.scaling.* of linear, yarn and longrope; other kinds follow from the base or from tensors. Appends to
-    `notes`.
-    """
+    """Keys rope.scaling.* of linear, yarn and longrope; appends to `notes`."""
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}

@@ -153,9 +153,7 @@ def _made(make: Callable[[], jax.Array], encode: Callable[[jax.Array], Stored]) 
 
 
 def _encoded(layout: Layout, name: str, trained: bool, array: jax.Array) -> Stored:
-    """Encodes gpt-oss's experts [E, in, out], `in` a multiple of 32. Raises ValueError if QAT `trained` them and they
-    left its grid.
-    """
+    """gpt-oss's experts [E, in, out] in codes. ValueError if QAT `trained` them and they left its grid."""
     if trained:
         grids.exactly(name, "mxfp4", array.swapaxes(1, 2))
     return layout.encode(array)

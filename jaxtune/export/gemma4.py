@@ -14,9 +14,7 @@ _GLOBAL, _SLIDING = 0, 1  # numbers of the rotary bases in DecoderConfig.rotary
 
 
 def _attention(layer: LayerSpec) -> AttentionShape:
-    """In what a layer's attention differs from the decoder's; None is the decoder's value, in gives_keys and takes_keys
-    no keys.
-    """
+    """In what a layer's attention differs from the decoder's; None is the decoder's value."""
     shape = layer.config_of("mixer")
     return shape if isinstance(shape, AttentionShape) else AttentionShape()
 

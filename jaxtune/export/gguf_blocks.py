@@ -150,9 +150,7 @@ def _parts(array: jax.Array) -> Iterator[jax.Array]:
 
 
 def _runs(numbers: int, kind: str) -> Iterator[tuple[int, int, int]]:
-    """(start, size, how many of it are values) of each run. Sizes are of _RUNS, so that few encoders compile, each the
-    largest that the rest fills to two thirds, or the smallest.
-    """
+    """(start, size, how many of it are values) of each run, in few sizes, as each compiles."""
     sizes, start = _RUNS if kind in BLOCK_TYPES else _RUNS[1:], 0
     while start < numbers:
         size = max((size for size in sizes if 2 * size <= 3 * (numbers - start)), default=min(sizes))
@@ -163,9 +161,7 @@ def _runs(numbers: int, kind: str) -> Iterator[tuple[int, int, int]]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4), compiler_options=UNTUNED)
 def _cut(array: jax.Array, start: int, size: int, value_count: int, block: int) -> tuple[jax.Array, jax.Array]:
-    """A run as [size / block, block], padded with zeros after its values, and its sampled blocks. Only this small
-    function is compiled for each shape of `array` and `value_count`.
-    """
+    """A run as [size / block, block], padded with zeros after its values, and its sampled blocks."""
     run = lax.dynamic_slice(array.reshape(-1), (start,), (value_count,))
     blocks = jnp.pad(run, (0, size - value_count)).reshape(-1, block)
     return blocks, blocks[_places(len(blocks), block)]
@@ -187,11 +183,7 @@ def _fetched(
     sample: jax.Array,
     exact: bool,
 ) -> np.ndarray:
-    """A run's bytes without padding, uint8[n]; raises what `encode` says.
-
-    value_count: how many numbers are the tensor's.
-    answers, sample: of `_checked` and `_cut`.
-    """
+    """A run's bytes without padding, uint8[n]; raises what `encode` says."""
     # Few copies, and all started at once: a thread that waits for one has to wait for Python's lock after it too.
     (finite, in_range, near), wide = jax.device_get((answers, sample))
     host_bytes, shape = copied(coded), (len(coded), block_size(kind))
@@ -248,11 +240,7 @@ def _exactly(array: jax.Array, kind: str, grid: str) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(2, 3), compiler_options=UNTUNED)
 def _checked(array: jax.Array, coded: jax.Array, kind: str, exact: bool) -> jax.Array:
-    """bool[3]: whether all values are finite, fit into F16 (else True), and decode to within the type's rounding.
-
-    array: floats [rows, block].
-    exact: no difference is allowed.
-    """
+    """bool[3] of floats [rows, block]: all finite; in F16's range; decoded to within the type's rounding."""
     wide = array.astype(jnp.float32)
     decoded = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
     in_range = (jnp.abs(wide) <= LARGEST_F16).all() if kind == "F16" else jnp.array(True)

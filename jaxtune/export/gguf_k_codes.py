@@ -77,9 +77,7 @@ def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _in_f16(x: jax.Array) -> jax.Array:
-    """A scalar of at least 0 rounded to f16, in float32; below the normal numbers upwards, because the scale of tiny
-    numbers could become 0 or too small for its largest part.
-    """
+    """A scalar of at least 0 rounded to f16, in float32; tiny ones upwards, so that no scale becomes 0."""
     near = x.astype(jnp.float16)
     above = lax.bitcast_convert_type(lax.bitcast_convert_type(near, jnp.uint16) + 1, jnp.float16)
     return jnp.where((x < _NORMAL_F16) & (near.astype(jnp.float32) < x), above, near).astype(jnp.float32)
@@ -112,9 +110,8 @@ def _with_least(block: jax.Array, *, bits: int) -> jax.Array:
 def _packed(scales: jax.Array, least: jax.Array) -> jax.Array:
     """Packs eight scales and eight least values, six bits in uint8[8] each, into uint8[12].
 
-    Low six bits of bytes 0 to 3: the first four scales; of 4 to 7: the first four least values. Of the last four of
-    each, the low four bits are in bytes 8 to 11 (the scale's in the low half), and the high two are the high bits of
-    bytes 0 to 7.
+    Low six bits of bytes 0 to 3: the first four scales; of 4 to 7: their least values. The last four: low bits in bytes
+    8 to 11, high two in those of bytes 0 to 7.
     """
     return jnp.concatenate(
         [
@@ -126,10 +123,8 @@ def _packed(scales: jax.Array, least: jax.Array) -> jax.Array:
 
 
 def _best_with_least(parts: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
-    """(scales, negatives of least values), float32[n] of at least 0, for parts float32[n, 32] and codes 0 to `top`; a
-    number is scale * code + least. The best of 21 candidates by squared errors weighted with magnitude plus root mean
-    square. A candidate divides the range into top - 1 to top + 1 steps from the best least value so far; for these
-    codes, scale and least value solve two linear equations.
+    """(scales, negatives of least values), float32[n], of parts float32[n, 32]: the best of 21 candidates by weighted
+    squares.
     """
     weights = jnp.sqrt((parts * parts).mean(-1, keepdims=True)) + jnp.abs(parts)
     smallest = jnp.minimum(parts.min(-1), 0)
@@ -173,12 +168,7 @@ def _signed(block: jax.Array, *, bits: int) -> jax.Array:
 
 
 def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
-    """Scales float32[n], of either sign, for parts float32[n, 16] and codes -middle to middle - 1. The best of 19
-    candidates by squared errors weighted with the number's square.
-
-    A candidate's step takes the number of the largest magnitude to between -middle - 0.9 and -middle + 0.9; the scale
-    follows from the codes by least squares.
-    """
+    """Scales float32[n], of either sign, for parts float32[n, 16] and codes -middle to middle - 1: the best of 19."""
     weighted = parts * parts * parts
     largest_index = jnp.abs(parts).argmax(-1, keepdims=True)
     largest = jnp.take_along_axis(parts, largest_index, -1)

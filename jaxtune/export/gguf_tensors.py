@@ -121,9 +121,7 @@ def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
 
 
 def _dense_tensor(name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names) -> Tensor:
-    """A weight [out, in] or a vector, not of experts. A norm's gets the model's offset (1 in Gemma); rows of q and k
-    are reordered if the architecture needs it.
-    """
+    """A weight [out, in] or a vector, not of experts, as llama.cpp has it."""
     heads = heads_of(config, arch, name)
     offset = np.float32(config.norm_offset if name.endswith("norm.weight") else 0.0)
 
@@ -138,9 +136,7 @@ def _dense_tensor(name: str, shape: tuple[int, ...], config: DecoderConfig, arch
 def _expert_tensors(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names
 ) -> list[Tensor]:
-    """A matrix [E, out, in] or bias [E, out] of all experts; two tensors for gate_up_proj in all architectures but
-    Gemma 4's.
-    """
+    """A matrix [E, out, in] or bias [E, out] of all experts; gate_up_proj becomes two but for Gemma 4."""
     moe = config.moe
     assert moe is not None
     bias = name.endswith("_bias")
@@ -204,12 +200,7 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
 def _lora_tensors(
     name: str, lora: Any, factor: np.float32, heads: int | None = None, rows: slice | None = None
 ) -> Source:
-    """lora_a [.., r, in] and lora_b [.., out, r], float32.
-
-    factor: multiplies B.
-    heads: whose rows are interleaved; None: not.
-    rows: of an experts' tensor; None: all.
-    """
+    """lora_a [.., r, in] and lora_b [.., out, r], float32."""
 
     def b_of(lora: Any) -> np.ndarray:
         b = np.asarray(lora.b[...], np.float32) * factor

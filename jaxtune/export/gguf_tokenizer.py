@@ -86,9 +86,7 @@ def tokenizer_fields(
 
 
 def _tokens(content: Fields, vocab_size: int) -> tuple[list[str], list[int]]:
-    """(texts, types), `vocab_size` each; unused tokens are called [PAD7]. Raises ValueError for a token beyond the
-    embedding.
-    """
+    """(texts, types), `vocab_size` each; ValueError for a token beyond the embedding."""
     model = content["model"]
     texts = {number: text for text, number in model["vocab"].items()}
     added = {token["id"]: token for token in content["added_tokens"]}
@@ -115,9 +113,7 @@ def _sequence(section: Fields | None, kinds: str) -> list[Fields]:
 
 
 def _words(content: Fields) -> str:
-    """tokenizer.ggml.pre: llama.cpp's name of the pattern of words and ignore_merges. Raises ValueError if it has none,
-    or for a normalizer besides NFC.
-    """
+    """tokenizer.ggml.pre: llama.cpp's name of the pattern of words. ValueError if it has none."""
     steps = []
     for step in _sequence(content["pre_tokenizer"], "pretokenizers"):
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
@@ -140,9 +136,7 @@ def _words(content: Fields) -> str:
 
 
 def _space_prefix(content: Fields) -> bool:
-    """Whether ▁ (U+2581) is put before the first word. Raises ValueError for a step that llama.cpp lacks, or spaces
-    that ▁ does not replace.
-    """
+    """Whether ▁ (U+2581) is put before the first word. ValueError for a step that llama.cpp lacks."""
     prefixed, replaced = False, False
     steps = _sequence(content["normalizer"], "normalizers") + _sequence(content["pre_tokenizer"], "pretokenizers")
     for step in steps:
@@ -162,9 +156,7 @@ def _space_prefix(content: Fields) -> bool:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """llama.cpp merges the pair whose token has the highest score, so these fall with the place of the token's merge;
-    tokens without one get the lowest.
-    """
+    """llama.cpp merges the pair with the highest score, so these fall with the merges' places."""
     ranks: dict[str, int] = {}
     for merge in merges:
         ranks.setdefault(merge.replace(" ", ""), len(ranks))

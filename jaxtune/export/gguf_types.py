@@ -77,10 +77,7 @@ def _of_rows(kind: str, columns: int) -> str:
 def _k_type(
     tensors: Sequence[Tensor], kind: str, architecture: str, fields: Mapping[str, object]
 ) -> Callable[[str], str]:
-    """llama.cpp's rule for Q4_K (q4_k_m) or Q6_K: a tensor's name -> its type, for rows of any length. In q4_k_m, v and
-    down are Q6_K in the first and last eighth of the layers that have them and every third between, and v of 70B
-    models, which is small, at least Q5_K. With eight experts k and v are Q8_0, also in q6_k.
-    """
+    """llama.cpp's rule for q4_k_m and q6_k: a tensor's name -> its type, for rows of any length."""
 
     def number(key: str) -> int:
         value = fields.get(f"{architecture}.{key}")

@@ -131,9 +131,8 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
 
 
 def _fitting(stored: Stored, middle: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Factors for the scales with which a weight decodes to `numbers`: `middle` (float64, 1 along `scale_axes`), or for
-    each the neighbour within 12 * 2^-24 with the fewest wrong numbers. Training may have rounded a product that lay in
-    the middle between two 16-bit numbers; then very few scales give all numbers.
+    """Scales with which a weight decodes to `numbers`: `middle` (float64), or a neighbour within 12 * 2^-24 where it
+    fits better.
     """
 
     def wrong(factors: np.ndarray) -> np.ndarray:

@@ -125,9 +125,7 @@ def quantization_config(group: int, ignored: list[str], activations: bool) -> di
 
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, kind: str) -> Piece:
-    """The tensors in place of a linear's weight [out, in], `in` a multiple of group; encoded and checked when they are
-    written. exact: QAT rounded the weight to this grid; a number off it raises ValueError. kind: "w4a16" or "w4a8".
-    """
+    """The tensors in place of a linear's weight [out, in]; encoded and checked when they are written."""
 
     def cut(value: Any) -> tuple[np.ndarray, np.ndarray]:
         """(codes, scales) of the matrix. ValueError if the model says that it is on the grid, and it is not."""
@@ -160,10 +158,7 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool, k
 
 
 def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
-    """(codes int8[out, in], scales [out, in / group] in dtype, groups in which codes * scales are not the weight). The
-    scale follows from the group's extreme values (int4_scales), which QAT rounded, so a neighbour is taken where it is
-    exact. Not jitted: XLA would remove the rounding to dtype.
-    """
+    """(codes int8[out, in], scales [out, in / group] in dtype, groups in which codes * scales are not the weight)."""
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)
     bits = {2: jnp.int16, 4: jnp.int32}[first.dtype.itemsize]
@@ -203,8 +198,8 @@ def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndar
 
 
 def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array, group: int, exact: bool) -> None:
-    """Raises ArithmeticError unless a linear unpacks to the weight within half a step of its group plus the scale's
-    rounding; with `exact`, to the same numbers in the model's dtype.
+    """ArithmeticError unless a linear unpacks to the weight within half a step of its group, or with `exact` to the
+    same numbers.
     """
     unpacked = unpack(packed, scales, np.asarray(weight.shape))
     steps = np.repeat(scales.astype(np.float32), group, axis=1)

@@ -50,9 +50,7 @@ class Embedding(nnx.Module):
 
 @jax.custom_vjp
 def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """weight[tokens], with gradients of a token's occurrences summed in float32: plain indexing would sum them in the
-    weight's dtype, and bfloat16 would lose small ones.
-    """
+    """weight[tokens], with gradients of a token's occurrences summed in float32."""
     return weight[tokens]
 
 
@@ -82,10 +80,7 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Lets a Decoder method whose first argument is an array run on a mesh with axes of any type; with Explicit axes,
-    results are divided as that array's leading axes. meshes.on_any_mesh goes by the first array among all arguments,
-    which would be a weight of `self`; so the array moves before `self`.
-    """
+    """Lets a Decoder method whose first argument is an array run on a mesh with axes of any type."""
 
     computed: Callable = method
 

@@ -118,12 +118,7 @@ class Pretrained:
             self.tower = tower = tower_config(outer) if pictures else None
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
-        most = config.context_length
-        if max_length is not None and not 0 < max_length <= most:
-            raise ValueError(
-                f"max_length {max_length} does not fit {folder}, which was made for {most} positions: rope_scaling, "
-                "such as {'rope_type': 'yarn', 'factor': 2.0}, or max_position_embeddings gives it more"
-            )
+        self._require_positions(max_length)
         entries = {} if is_gguf(folder) else weight_entries(folder)
         if entries and config.num_layers > len(entries):
             raise ValueError(
@@ -154,12 +149,7 @@ class Pretrained:
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
         self._entries = entries = match(shapes, entries, config.tie_embeddings, folder)
         self._quantizable = {weight_name(name) for name, matrix in matrices(model) if matrix.quantizable}
-        packed = {name for name, entry in entries.items() if is_kept_packed(entry, load_in)}
-        # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
-        packed -= {name for name in packed if config.moe is not None and name.endswith(_ROUTERS)}
-        packed -= {name for name in packed if self._in_tower(name)}  # which computes in 16 bits
-        if odd := packed - self._quantizable:
-            raise ValueError(f"{folder}: {listed(odd)} is quantised; only linears of layers can be")
+        packed = self._kept_packed(load_in)
         self._kept, self.packed = frozenset(packed), bool(packed)
         formats = {name: entry.format_name for name, entry in entries.items() if isinstance(entry, StoredEntry)}
         self.stored_in = min((formats[name] for name in packed), default=None)
@@ -177,6 +167,24 @@ class Pretrained:
         self._dtypes = {name: DTYPES[word] for name, word in named.items() if word in DTYPES}
         # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", outer)
+
+    def _require_positions(self, max_length: int | None) -> None:
+        most = self.config.context_length
+        if max_length is not None and not 0 < max_length <= most:
+            raise ValueError(
+                f"max_length {max_length} does not fit {self.folder}, which was made for {most} positions: "
+                "rope_scaling, such as {'rope_type': 'yarn', 'factor': 2.0}, or max_position_embeddings gives it more"
+            )
+
+    def _kept_packed(self, load_in: str | None) -> set[str]:
+        """Names of the weights that stay quantised as they are stored."""
+        packed = {name for name, entry in self._entries.items() if is_kept_packed(entry, load_in)}
+        # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
+        packed -= {name for name in packed if self.config.moe is not None and name.endswith(_ROUTERS)}
+        packed -= {name for name in packed if self._in_tower(name)}  # which computes in 16 bits
+        if odd := packed - self._quantizable:
+            raise ValueError(f"{self.folder}: {listed(odd)} is quantised; only linears of layers can be")
+        return packed
 
     def device_bytes(self, load_in: str | None = None, stay: Collection[str] = ()) -> int:
         """The bytes of the whole model on one device, from the files' headers.
@@ -504,14 +512,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
-    """The file tensors as which one tensor is written: experts become several, feed-forwards get other names where
-    `files` (the family's expert_files) says so, and a quantised weight becomes its format's tensors.
-
-      value: the tensor, or only its shape.
-      make: computes the tensor when it is written.
-
-    Raises ValueError for quantised experts that the family's checkpoints cannot store.
-    """
+    """The file tensors as which one tensor is written. ValueError for experts that the family cannot store."""
     if isinstance(value, Stored):
         pieces = None
         if ".experts." in name and not format_of(value).layout(value).whole_experts:

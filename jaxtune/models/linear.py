@@ -61,9 +61,7 @@ def not_differentiated(frozens):
 
 
 def _differentiated(frozens):
-    """JAX calls this forward rule only if a gradient of some tensor is asked for. In place of tensors, `frozens` has
-    objects whose attribute `perturbed` says of which.
-    """
+    """The forward rule, where a gradient of some tensor is asked for; `perturbed` of `frozens` says of which."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(
@@ -395,9 +393,7 @@ def _clipped(x: jax.Array, linear: Linear, key: jax.Array | None) -> jax.Array:
 
 
 def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:
-    """apply_fused for linears that all multiply in x's dtype. If one has `fp8`, all weights stored in FP8 are
-    multiplied so.
-    """
+    """apply_fused for linears that all multiply in x's dtype, or with `fp8` in FP8."""
     specs = {linear.fake_quant for linear in linears}
     if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
         return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is
@@ -437,16 +433,13 @@ def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> 
 
 
 def _bias_follows(linear: Linear) -> bool:
-    """Whether _with_adapter adds the bias: in QAT with DoRA, because the magnitude's gradient needs the product without
-    it.
-    """
+    """Whether _with_adapter adds the bias: in QAT with DoRA, whose magnitude needs the product without it."""
     return linear.fake_quant is not None and linear.lora is not None and linear.lora.magnitude is not None
 
 
 def _with_adapter(out: jax.Array, linear: Linear, x: jax.Array, dropped: jax.Array) -> jax.Array:
     """Finishes the output of a linear whose merged weight was rounded: adds dropout's noise, and the bias if
-    _bias_follows. The adapter gets its gradients from the result as if it were not rounded. If the grid clips, it gets
-    them through the rounded weight, and from here only those of dropout's noise.
+    _bias_follows.
 
       out: [..., out], the product of x and the rounded weight; x: [..., in], rounded if the format rounds activations.
       dropped: x after dropout; x itself without.

@@ -201,8 +201,8 @@ def _ranks_and_alphas(
     alpha_pattern,
     exclude_modules: str | Sequence[str] | None = None,
 ) -> dict[str, tuple[int, float]]:
-    """{matrix's name: (rank, alpha)} of the matrices that get_peft_model would adapt, linears first. Raises ValueError
-    for what matches nothing, or a pattern's value out of range; r and lora_alpha are not checked.
+    """{matrix's name: (rank, alpha)} of the matrices that get_peft_model would adapt. ValueError for what matches
+    nothing.
     """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
@@ -423,9 +423,7 @@ def _saved(model: Decoder) -> list[str]:
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(the most common value, {last part of a name, or whole name: value} of the others), as PEFT has r and
-    rank_pattern. A last part is used if all adapted matrices that end so have the value.
-    """
+    """(the most common value, {last part of a name, or whole name: value} of the others), as in rank_pattern."""
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}
     for name, value in values.items():

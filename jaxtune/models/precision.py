@@ -90,9 +90,7 @@ def resolve(
 
 
 def _pattern_help(components: Sequence[Component]) -> str:
-    """The end of the error for a pattern that matches nothing: the names in layers without number, other names, and
-    kinds.
-    """
+    """The end of the error for a pattern that matches nothing: names and kinds that there are."""
     of_layers = [
         component.name.split(".", 3)[3] for component in components if component.name.startswith("model.layers.")
     ]

@@ -88,9 +88,7 @@ def triton_call(
 
 @functools.cache
 def _learn_tensors() -> None:
-    """Triton 3.6 imports torch at the first argument that it looks at, for the class of its tensors; without it, they
-    are known by their data_ptr. Triton 3.9 looks only for an imported torch, and a hidden one is an AttributeError.
-    """
+    """Triton looks for the class of torch's tensors; without torch they are known by their data_ptr."""
     from triton._C import libtriton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -162,11 +160,7 @@ class _Assembly:
 
 @functools.cache
 def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
-    """Compiles for arrays aligned to 16 bytes, cached; needs no GPU. A kernel that uses scratch memory fails an
-    assertion.
-
-      types: pointer type of each array, such as "*bf16".
-    """
+    """Compiles for arrays aligned to 16 bytes, cached; needs no GPU. types: of each array, such as "*bf16"."""
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -207,9 +207,7 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The empty file that a pass leaves, named by a hash of the call, the GPU, the kernels' source and all software's
-    versions, in $JAXTUNE_CACHE/first_uses or ~/.cache/jaxtune/first_uses.
-    """
+    """The empty file that a pass leaves, named by a hash of the call, the GPU, kernels' source and versions."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"

@@ -39,9 +39,7 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, block: jax.Array |
 
 
 def _hashes(key: jax.Array, shape: tuple[int, int], block: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """Two uint32[shape], the threefry2x32 hash of each element's number, row * columns + column; jax.random.bits(key,
-    shape) is their xor for part 0.
-    """
+    """Two uint32[shape], the threefry2x32 hash of each element's number; jax.random.bits(key, shape) is their xor."""
     rows = jnp.asarray(block, jnp.uint32) * jnp.uint32(shape[0]) + jnp.arange(shape[0], dtype=jnp.uint32)
     return hashes_of_rows(key, rows, shape[1])
 

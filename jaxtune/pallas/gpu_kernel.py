@@ -134,9 +134,7 @@ def _compile(kernel: Settings, device: Any) -> None:
 
 @functools.cache
 def _name_modules_alike() -> None:
-    """Gives every kernel's module the same name for dumps, unless MOSAIC_GPU_DUMP... asks for dumps, by replacing a
-    function of jaxlib once.
-    """
+    """Gives every kernel's module the same name for dumps, by replacing a function of jaxlib once."""
     numbered = mgpu.dialect.get_or_set_dump_options
 
     def named(module):

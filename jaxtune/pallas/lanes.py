@@ -96,6 +96,18 @@ def ir_load(ref, index, element, result=None):
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
+def ir_fragments(registers, results):
+    """The mgpu arrays that `results` describe, of lists of a thread's registers; further lists are left out."""
+    arrays = []
+    for values, result in zip(registers, results, strict=False):
+        fragment_registers = np.empty((len(values),), object)
+        fragment_registers[:] = values
+        signed = False if result.dtype == jnp.uint8 else None
+        layout = result.layout.to_mgpu()
+        arrays.append(mgpu.FragmentedArray(_registers=fragment_registers, _layout=layout, _is_signed=signed))
+    return arrays
+
+
 def ir_product(a, b):
     """float32 a * b, rounded. As PTX, so that no following addition is fused: decoders of quantised formats round
     between the two.
@@ -124,9 +136,8 @@ def _signed(word: int) -> int:
 
 
 def _entries(table: bytes, word):
-    """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest bits first, by byte
-    permutations alone: for each byte of an entry and both halves of the table, one looks up four codes in eight bytes.
-    A byte that is 0 in all entries, as of tables in bfloat16, costs nothing.
+    """Looks up eight 4-bit codes of an int32 in 16 float32 values (`table`, their bytes), lowest first, by byte
+    permutations.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -148,9 +159,7 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """Looks up eight 4-bit codes of an int32 by warp shuffles of all lanes, lowest bits first. Lanes i and i + 16
-    provide entry i. A shuffle within 16 lanes reads only the low four bits of an index, so codes need no mask.
-    """
+    """Looks up eight 4-bit codes of an int32 by warp shuffles, lowest first; lanes i and i + 16 provide entry i."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
@@ -260,15 +269,7 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
             source = ir_add(first, ir_mul(group, 4))
             absmax.append(llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type)))
             factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), f32)]) for ref in nested_ref]
-        arrays = []
-        for values, result in zip((absmax, factors), results, strict=False):
-            registers = np.empty((count,), object)
-            registers[:] = values
-            signed = False if result.dtype == jnp.uint8 else None
-            arrays.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
-            )
-        return arrays
+        return ir_fragments((absmax, factors), results)
 
     loaded = load(first_row, *refs)
     return loaded if nested_ref is not None else (*loaded, None)

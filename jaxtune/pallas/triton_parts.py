@@ -73,3 +73,24 @@ def rounded_row(
     tl.store(codes + row * SIZE + columns, codes_of(groups, scale, codes), mask=columns < SIZE)
     group = tl.arange(0, WIDTH // GROUP)[:, None]
     tl.store(scales + group * COUNT + row, scale, mask=group * GROUP < SIZE)
+
+
+@triton.jit
+def of_three(number, first, second, third, COUNT: tl.constexpr):
+    """What belongs to the weight `number` of COUNT, up to three: pointers, or scalars of one type."""
+    chosen = first
+    if COUNT > 1:
+        if number == 1:
+            chosen = second
+    if COUNT > 2:
+        if number == 2:
+            chosen = third
+    return chosen
+
+
+@triton.jit
+def number_of_three(number, first: tl.constexpr, second: tl.constexpr, third: tl.constexpr, COUNT: tl.constexpr):
+    """of_three of int32 constants."""
+    return of_three(
+        number, tl.full([], first, tl.int32), tl.full([], second, tl.int32), tl.full([], third, tl.int32), COUNT
+    )

@@ -194,9 +194,7 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 
 
 def _own(path: Path) -> dict[str, Any]:
-    """{key: entry} of the user's file, empty for another jaxlib. What cannot be read or has no blocks is left out with
-    a warning.
-    """
+    """{key: entry} of the user's file, without what cannot be read; empty for another jaxlib."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -235,9 +233,7 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(programs: Sequence[Callable[[], Any]], rounds: int = 6, runs: int = 4) -> list[float]:
-    """Medians over rounds. Programs take turns, every second round backwards, because a GPU's clock falls while it
-    works: the first would seem the fastest.
-    """
+    """Medians over rounds; programs take turns back and forth, as a GPU's clock falls while it works."""
     samples: list[list[float]] = [[] for _ in programs]
     for number in range(rounds + 1):
         for index in range(len(programs))[:: 1 if number % 2 else -1]:

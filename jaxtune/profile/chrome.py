@@ -79,9 +79,7 @@ def read_chrome(data: bytes, path: str) -> Trace:
 
 
 def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
-    """The Trace of the busiest device. rows: `traceEvents`; head: the other top-level entries. KeyError and the like
-    for damaged events.
-    """
+    """The Trace of the busiest device. KeyError and the like for damaged events."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -157,10 +155,7 @@ def _nest(thread: list[_Call]) -> None:
 
 
 def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
-    """Stand-ins for kernels in a CPU trace: (trace events, {correlation id: the operator's call}).
-
-    An operator is one kernel, in the longest stretch in which no other operator runs inside it.
-    """
+    """Operators of a CPU trace as kernels: (trace events, {correlation id: the operator's call})."""
     rows, calls = [], {}
     for thread, all_calls in threads.items():
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
@@ -193,9 +188,7 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
 
 
 def _busiest_device(rows: list[dict], properties: list[dict]) -> tuple[str, list[dict], int]:
-    """(name, its rows, number of devices) of the device with the longest sum of durations; its name is that of the
-    first device if none has its number.
-    """
+    """(name, its rows, number of devices) of the device with the longest sum of durations."""
     by_device: dict[Any, list[dict]] = collections.defaultdict(list)
     for row in rows:
         by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
@@ -205,11 +198,7 @@ def _busiest_device(rows: list[dict], properties: list[dict]) -> tuple[str, list
 
 
 class _Forward:
-    """Finds the forward operator of an autograd node by their sequence number.
-
-    Numbers count per thread, and with gradient checkpointing the forward runs again on the autograd engine's thread. A
-    node names the thread of its forward by a number of the profiler's own, which operators' names identify.
-    """
+    """Finds the forward operator of an autograd node by their sequence number, which counts per thread."""
 
     def __init__(self, threads: dict[Any, list[_Call]]):
         self._calls: dict[tuple[Any, int], _Call] = {}
@@ -233,9 +222,7 @@ class _Forward:
         }
 
     def _fits(self, thread: Any, node: _Call) -> bool:
-        """Whether the forward of `node` may have run on `thread`: the operator with its sequence number, or one around
-        it, has its name, as aten::addmm for AddmmBackward0.
-        """
+        """Whether the forward of `node` may have run on `thread`, by an operator's name."""
         call = self._calls.get((thread, node.args["Sequence number"]))
         if call is None:
             return False
@@ -262,10 +249,7 @@ def _backward_call(call: _Call) -> _Call | None:
 
 
 def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
-    """A function from a launch's time in microseconds (None: unknown) to its step from 0, or -1.
-
-    Steps are the ranges `marks`, or else end at `optimizer_ends` (an unknown time is then in step 0), or are one.
-    """
+    """A function from a launch's time in microseconds (None: unknown) to its step from 0, or -1."""
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
@@ -283,9 +267,7 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 
 
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step, from its first event to the next step's; renumbers the events' steps from 0. If
-    all events are in no step, all are in step 0.
-    """
+    """(start_ns, end_ns) of each step, from its first event to the next step's; renumbers from 0."""
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:
@@ -303,12 +285,7 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
-    """The Event of one kernel, memset or copy; the caller sets its step.
-
-    row: its trace event.
-    call: that launched it; None: unknown, and scope and phase stay "".
-    origin: microseconds from which times count.
-    """
+    """The Event of one kernel, memset or copy, without its step; call: that launched it, or None."""
     args = row.get("args") or {}
     name = str(row["name"])
     start = (float(row["ts"]) - origin) * 1e3
@@ -344,9 +321,7 @@ def _kind(row: dict, name: str) -> str:
 
 
 def _category(event: Event, enclosing: Sequence[_Call]) -> str:
-    """`categorise`'s category, with operators and ranges around the launch, the innermost first, because PyTorch's
-    scopes are the program's own names. A copy_, cat or fill_ is a device copy, unless recorded types show a cast.
-    """
+    """`categorise`'s category, with operators and ranges around the launch, the innermost first."""
     operators = [c.name for c in enclosing if c.category == "cpu_op"]
     words = " ".join(operators)
     is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None
@@ -365,9 +340,7 @@ def _category(event: Event, enclosing: Sequence[_Call]) -> str:
 
 
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
-    """(scope, phase) of a launched kernel. "recompute" is a forward inside an autograd node, as gradient checkpointing
-    runs it: a module, a marked range, or an operator that records its own backward.
-    """
+    """(scope, phase) of a launched kernel; "recompute" is a forward inside an autograd node."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"
@@ -389,10 +362,7 @@ def _names_a_place(call: _Call) -> bool:
 
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
-    """Marked ranges and modules around a call, the outermost first, or else `_operator`.
-
-    inside: an autograd node; what is around it encloses the whole backward, and is left out.
-    """
+    """Marked ranges and modules around a call, the outermost first, or else `_operator`; inside: an autograd node."""
     names: list[str] = []
     for enclosing in call.up():
         if enclosing is inside:
@@ -419,9 +389,7 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """Sets a kernel's shape, dtype, FLOPs and bytes from the innermost operator with recorded shapes, attention first.
-    Of several kernels of one operator only the longest has its FLOPs and bytes.
-    """
+    """Sets a kernel's shape, dtype, FLOPs and bytes from the innermost operator with recorded shapes."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)

@@ -90,12 +90,9 @@ def region(scope: str) -> str:
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
-    """A row with its verdict: "same" if the means differ by no more than the noise, or 0.05 % of A's step, or if the
-    ranges of times overlap.
+    """A row with its verdict: "same" within the noise, 0.05 % of A's step, or if the times overlap.
 
-      a, b: ms in each step; empty: the profile does not have it.
-      step_ms: the mean of A's steps.
-      detail: a kernel's scope and shape.
+    a, b: ms in each step; empty: the profile does not have it.
     """
     mean_a = sum(a) / len(a) if a else 0.0
     mean_b = sum(b) / len(b) if b else 0.0
@@ -162,10 +159,8 @@ def _add(total: list[float] | None, values: list[float]) -> list[float]:
 
 
 def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
-    """A row for the kernels that do the same work, the largest difference first; its name may be "A's → B's".
-
-    Products and attention of known shape are paired by category, scope, phase and shape, whatever kernel the library
-    chose, others also by name.
+    """A row for the kernels that do the same work, the largest difference first, paired by category, scope, phase and
+    shape.
     """
 
     def grouped(report: ReportData, factor: float):
@@ -241,9 +236,7 @@ def _one_sided(comparison: ComparisonData) -> list[str]:
 
 
 def _where(comparison: ComparisonData, change: Change) -> str:
-    """Where a category's change comes from, as the end of a sentence: the place that changed most in its direction, and
-    the numbers of kernels if they differ by more than 10 %.
-    """
+    """Where a category's change comes from, as the end of a sentence."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle
         return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"

@@ -30,9 +30,7 @@ class DataSheet:
 
 
 def _data_sheets() -> dict[str, DataSheet]:
-    """{device: data sheet} of data_sheets.csv. A host link of 63 GB/s is PCIe 5 with 16 lanes; PCIe 4 and 8 lanes each
-    halve it; 450 GB/s is NVLink-C2C.
-    """
+    """{device: data sheet} of data_sheets.csv. Host link: PCIe 5 with 16 lanes is 63 GB/s, NVLink-C2C 450."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}

@@ -164,9 +164,7 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
-    """(GB/s to each device, GB/s from each) of pinned memory, while all copy at once, because they may share the link;
-    (0, 0) without pinned host memory.
-    """
+    """(GB/s to each device, GB/s from each) of pinned memory, while all copy at once; (0, 0) without."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -203,9 +201,7 @@ def _launch_us(device) -> float:
 
 
 def _power_state() -> dict[str, str]:
-    """Power, clocks and temperature of the first GPU of CUDA_VISIBLE_DEVICES as text with units, which explain slow
-    rates; {} if nvidia-smi is missing or fails.
-    """
+    """Power, clocks and temperature of the first visible GPU as text; {} if nvidia-smi fails."""
     keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
     readings = nvidia_smi(*keys)
     return {} if readings is None or "error" in readings else readings

@@ -192,8 +192,8 @@ class Module:
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
-        """The instructions that launch something, in the order in which they run; bodies of loops as often as they run.
-        depth: of nested calls; those deeper than 16 are left out.
+        """The instructions that launch something, in the order in which they run; depth: of nested
+        calls, at most 16.
         """
         for instruction in computation.instructions:
             opcode = instruction.opcode
@@ -249,9 +249,7 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The fields of an HloInstructionProto that decide which kernel is compiled, without operands and called
-    computations: also those up to _LAST_COMPILED that messages.py does not declare.
-    """
+    """The fields of an HloInstructionProto that decide which kernel is compiled."""
     fields = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     messages = (proto.shape, proto.dot_dimension_numbers)
     undeclared = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
@@ -406,9 +404,7 @@ def moved_bytes(instruction: Instruction) -> int:
 
 
 def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instruction | None, str]]:
-    """Module.peak_buffers, by replaying a BufferAssignmentProto. Values that share an allocation over time are those of
-    its fullest moment, if there is a heap trace, or else the largest one. Host allocations do not count.
-    """
+    """Module.peak_buffers of a BufferAssignmentProto, without host allocations."""
     sizes = {buffer.id: buffer.size for buffer in assignment.logical_buffers}
     defined = {buffer.id: buffer.defined_at.instruction_id for buffer in assignment.logical_buffers}
     traces = [
@@ -446,10 +442,9 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
 
 
 def _fullest(events: list[tuple[int, int, int]], sizes: dict[int, int]) -> list[int]:
-    """The buffers in a simulated heap when it first has the most bytes. A buffer that shares memory is not listed; its
-    owner is, until all that share it are freed.
+    """The buffers in a simulated heap when it first has the most bytes.
 
-      events: (kind, buffer, the buffer whose memory it shares); kind 0 allocates, 1 frees, 2 shares.
+    events: (kind, buffer, the buffer whose memory it shares); kind 0 allocates, 1 frees, 2 shares.
     """
     live: dict[int, int] = {}
     canonical: dict[int, int] = {}

@@ -103,9 +103,7 @@ class _Classes:
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """The class: "gemm" for library products and fusions around one; ("fusion", fingerprint) for other fusions,
-        also XLA's own products; an async-start has the class of what it starts; (opcode, name) is a class of its own.
-        """
+        """ "gemm" for library products and fusions around one, ("fusion", fingerprint), or (opcode, name)."""
         if instruction.opcode in ("async-start", "fusion") and instruction.called:
             assert instruction.computation is not None and instruction.computation.module is not None
             called = instruction.computation.module.computation(instruction.called[0])
@@ -136,10 +134,7 @@ def _satellite(name: str) -> bool | None:
 
 
 def _class_of_launch(launch: Launch, by_name, kernel_owner, classes: _Classes) -> Hashable | None:
-    """The class of the instructions that may have launched a kernel; None if unknown.
-
-    kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
-    """
+    """The class of the instructions that may have launched a kernel; None if unknown."""
     if launch.hlo_op in by_name:
         return classes.class_of(by_name[launch.hlo_op])
     if launch.is_copy:
@@ -157,14 +152,12 @@ def _class_of_launch(launch: Launch, by_name, kernel_owner, classes: _Classes) -
 
 
 def _guesses(class_positions, class_launches, size: int) -> Iterator[tuple[int, dict[int, int]]]:
-    """Guesses of how often the program ran, and of each launch's instruction, from the numbers of launches of each
-    class: one for each likely number of executions and each place at which the trace may be cut.
+    """Guesses (executions, {launch: position in the schedule repeated for each}) of the classes that they explain
+    exactly.
 
       class_positions: {class: positions in the schedule, ascending}.
       class_launches: {class: indices of launches, ascending}.
       size: of the schedule.
-
-    Yields (executions, {launch: position in the schedule repeated for each}) of the classes that it explains exactly.
     """
     votes: collections.Counter[int] = collections.Counter()
     for key, indices in class_launches.items():
@@ -198,12 +191,10 @@ def _first_place(lacks: dict[Hashable, int], order: list[Hashable], class_launch
 
 
 def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iterator[tuple[_Counts, _Counts]]:
-    """({class: launches missing at the beginning}, {class: at the end}): first nothing missing, then at most 16 cuts
-    that explain `lacks` best.
+    """({class: launches missing at the beginning}, {class: at the end}): nothing, then at most 16 cuts.
 
-      lacks: {class: missing launches in all}.
-      order: the class of each instruction in the schedule.
-      first: where in `order` the trace may begin; cuts near it come first.
+    lacks: {class: missing launches in all}.
+    first: where in `order` the trace may begin; cuts near it come first.
     """
     total, size = sum(lacks.values()), len(order)
     yield collections.Counter(), collections.Counter()
@@ -246,8 +237,8 @@ def _in_order(position: dict[int, int]) -> list[int]:
 
 
 def _drop_disorder(position: list[int]) -> list[int]:
-    """Sets positions to -1, in place, that differ by more than 64 from both neighbours in a longest increasing
-    subsequence, and returns their launches.
+    """Sets positions to -1, in place, that differ by more than 64 from a longest increasing subsequence;
+    returns them.
     """
     dropped = []
     ordered = _in_order({index: slot for index, slot in enumerate(position) if slot >= 0})
@@ -265,10 +256,8 @@ def _drop_disorder(position: list[int]) -> list[int]:
 
 
 def _fill(position, unassigned, launches, schedule, executions, by_name, kernel_owner, classes) -> None:
-    """Assigns the launches `unassigned`, ascending, in place: each gets the first free place between its assigned
-    neighbours whose instruction may have launched it, or keeps -1. An unknown class fits custom calls.
-
-      position: for each launch its place in the schedule repeated for each execution, or -1.
+    """Assigns the launches `unassigned`, in place: each gets the first fitting free place between its neighbours, or
+    -1.
     """
     occupied = {slot for slot in position if slot >= 0}
     before = list(position)

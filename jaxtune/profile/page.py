@@ -95,10 +95,7 @@ def comparison_page(comparison: ComparisonData) -> str:
 
 
 def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
-    """A column of the kernel table for page.js, which shows "shape" below "name" and colours "verdict".
-
-    digits: decimals of its numbers; None: text.
-    """
+    """A column of the kernel table for page.js; digits: decimals of its numbers, None: text."""
     return {"key": key, "title": title, "number": digits is not None, "digits": digits or 0}
 
 
@@ -113,7 +110,6 @@ def _page(
     """The whole document.
 
     sides: (label, report); a label is "A", "B" or "".
-    body: sections, as HTML.
     kernels: "columns", "rows", "sort" (the first key) and "sums" (keys of summed columns).
     scales: {label: factor on the times of that bar}.
     """

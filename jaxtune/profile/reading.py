@@ -56,9 +56,7 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    """The trace in a folder: `capture`'s, or the newest file of the first pattern of _PATTERNS, as XPlane files say
-    more than Chrome traces. TraceError if there is none.
-    """
+    """The trace in a folder: `capture`'s, or the newest file of the first pattern. TraceError if there is none."""
     if path.is_file():
         return path
     if not path.exists():
@@ -96,9 +94,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds profile.json to a trace, in place: meta, versions, and the device and peak memory that the trace lacks.
-    TraceError for a damaged file; a missing one adds nothing.
-    """
+    """Adds profile.json to a trace, in place. TraceError for a damaged file."""
     if not file.is_file():
         return
     try:

@@ -112,9 +112,7 @@ def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]
 
 
 def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """Shares of categories, idle time last. idle: ms of each step. events: all inside steps; each counts for its time
-    without its children (self_ns).
-    """
+    """Shares of categories, idle time last; an event counts without its children (self_ns)."""
     sums = _sums(events, num_steps, lambda e: e.category)
     rows = [_share(name, sums[name], step_ms) for name in CATEGORIES if name in sums and name != "idle"]
     return [*rows, _share("idle", idle, step_ms)]
@@ -129,9 +127,7 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 
 
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
-    """Rows of calls with one readable name, category, scope, phase and shape, the longest first. Rates are over booked
-    time, of transfers over their whole duration.
-    """
+    """Rows of calls with one readable name, category, scope, phase and shape, the longest first."""
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[short_name(event.name), event.category, event.scope, event.phase, event.shape].append(event)
@@ -235,8 +231,8 @@ def _buffers(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The middle step for page.js: {"step", "length_us", "streams": {stream: [us from the step's start, us, category,
-    name, scope and phase]}}. Alike events less than 2 us apart are one row, which keeps the page small.
+    """The middle step for page.js: {"step", "length_us", "streams": {stream: [us from the start, us, category, name,
+    scope and phase]}}.
     """
     step = len(steps) // 2
     origin, end = steps[step]

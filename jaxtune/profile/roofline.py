@@ -110,9 +110,7 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
-    """The loss in which an event's time counts; recompute comes before its category, and passes over memory have the
-    first two parts of their scope.
-    """
+    """The loss in which an event's time counts; recompute comes before its category."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):
@@ -129,12 +127,7 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
-    """The loss of products beyond their FLOPs at the ceiling; bytes do not count. If none has FLOPs and a ceiling it is
-    0. Of others, a kernel without FLOPs counts whole, and one without a ceiling not at all.
-
-      ms: per step.
-      per_step: from ns of all steps to ms per step.
-    """
+    """The loss of products beyond their FLOPs at the ceiling, in ms per step; per_step: from ns of all steps."""
     flops = sum(e.flops for e in events)
     rate = flops / sum(e.self_ns for e in events) / 1e3
     least = 0.0

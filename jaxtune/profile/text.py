@@ -80,12 +80,8 @@ def headline(report: ReportData) -> list[str]:
     return [f"{report.path}: {device_words}, {versions or report.framework}", *what_lines, line]
 
 
-# Report.to_text calls it. The tables are by category, scope, kernel (with shapes from 110 columns on) and transfer;
-# below them are idle time, memory and the device's ceilings. At most three losses, 15 scopes (further ones as one row,
-# and then idle time), 15 kernels, three waits and 8 rows of memory are shown. Losses, transfers, memory and ceilings
-# are left out where the report has none. The text ends with a newline.
 def report_text(report: ReportData, width: int) -> str:
-    """The report as plain text, for a terminal of `width` columns."""
+    """The report as plain text, for a terminal of `width` columns, with the largest rows of each table."""
     console = _console(width)
     for line in headline(report):
         console.print(line)
@@ -95,73 +91,14 @@ def report_text(report: ReportData, width: int) -> str:
         console.print("\nThe three largest losses of time against the device's ceilings")
         for number, loss in enumerate(report.losses[:3], 1):
             console.print(f"  {number}. {loss.text}")
-
-    table = _table("\nBy category", "<category", "ms/step", "share", "<")
-    for row in report.categories:
-        table.add_row(row.name, f"{row.ms:.2f}", percent(row.share), bar(row.share))
-    table.add_row(
-        "sum", f"{sum(r.ms for r in report.categories):.2f}", percent(sum(r.share for r in report.categories)), ""
-    )
-    console.print(table)
-
-    table = _table("\nBy scope", "<scope", "<phase", "ms/step", "share")
-    scopes, idle_rows = ([r for r in report.scopes if (r.name == "idle") == idle] for idle in (False, True))
-    more_scopes = scopes[_SHOWN:]
-    for row in scopes[:_SHOWN]:
-        table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
-    if more_scopes:
-        table.add_row(
-            f"({len(more_scopes)} more)",
-            "",
-            f"{sum(r.ms for r in more_scopes):.2f}",
-            percent(sum(r.share for r in more_scopes)),
-        )
-    for row in idle_rows:  # idle time is shown whatever its share
-        table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
-    console.print(table)
-
-    wide = width >= _WIDE
-    shape_column = ["<shape"] if wide else []
-    columns = ["<kernel", "<scope", *shape_column, "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling"]
-    table = _table("\nTop kernels", *columns)
-    for row in report.kernels[:_SHOWN]:
-        where = f"{row.scope} {row.phase}".strip()
-        rates = f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else ""
-        of_ceiling = percent(row.of_ceiling) if row.of_ceiling else ""
-        shape = [_short(row.shape)] if wide else []
-        table.add_row(row.name[:40], where, *shape, f"{row.count:g}", f"{row.ms:.2f}", *rates, of_ceiling)
-    console.print(table)
-
+    console.print(_categories(report))
+    console.print(_scopes(report))
+    console.print(_kernels(report, width >= _WIDE))
     if report.transfers:
-        table = _table(
-            "\nTransfers", "<", "count", "ms/step", "under compute", "exposed ms", "GB", "GB/s", "<longest wait"
-        )
-        for row in report.transfers:
-            table.add_row(
-                row.name,
-                f"{row.count:g}",
-                f"{row.ms:.2f}",
-                percent(row.hidden),
-                f"{row.exposed_ms:.2f}",
-                f"{row.gb:.3f}" if row.gb else "",
-                f"{row.gb_per_s:.1f}" if row.gb else "",
-                row.longest_wait,
-            )
-        console.print(table)
-
-    idle = report.idle
-    gaps = f"{idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, waits of {idle.wait_ms:.2f} ms"
-    console.print(f"\nIdle: {idle.ms:.2f} ms/step: {gaps}")
-    for wait in idle.longest[:3]:
-        console.print(f"  {wait['ms']:.3f} ms after {wait['after'] or '?'}, before {wait['before'] or '?'}")
+        console.print(_transfers(report))
+    _print_idle(console, report)
     if report.peak_memory_bytes:
-        console.print(
-            f"\nPeak memory {report.peak_memory_bytes / 1e9:.2f} GB; largest at the peak of the largest program:"
-        )
-        table = _table("", "GB", "buffers", "<kind", "<what")
-        for row in report.buffers[:8]:
-            table.add_row(f"{row['bytes'] / 1e9:.3f}", str(row["count"]), row["kind"], row["what"])
-        console.print(table)
+        _print_memory(console, report)
     if report.ceilings is not None:
         c = report.ceilings
         rates = (
@@ -169,6 +106,77 @@ def report_text(report: ReportData, width: int) -> str:
         )
         console.print(f"\nCeilings ({c.source}): {rates}")
     return _text(console)
+
+
+def _categories(report: ReportData) -> Table:
+    table = _table("\nBy category", "<category", "ms/step", "share", "<")
+    for row in report.categories:
+        table.add_row(row.name, f"{row.ms:.2f}", percent(row.share), bar(row.share))
+    table.add_row(
+        "sum", f"{sum(r.ms for r in report.categories):.2f}", percent(sum(r.share for r in report.categories)), ""
+    )
+    return table
+
+
+def _scopes(report: ReportData) -> Table:
+    table = _table("\nBy scope", "<scope", "<phase", "ms/step", "share")
+    scopes, idle_rows = ([r for r in report.scopes if (r.name == "idle") == idle] for idle in (False, True))
+    more_scopes = scopes[_SHOWN:]
+    for row in scopes[:_SHOWN]:
+        table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
+    if more_scopes:
+        ms, share = sum(r.ms for r in more_scopes), sum(r.share for r in more_scopes)
+        table.add_row(f"({len(more_scopes)} more)", "", f"{ms:.2f}", percent(share))
+    for row in idle_rows:  # idle time is shown whatever its share
+        table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
+    return table
+
+
+def _kernels(report: ReportData, shapes: bool) -> Table:
+    shape_column = ["<shape"] if shapes else []
+    columns = ["<kernel", "<scope", *shape_column, "calls", "ms/step", "TFLOP/s", "TB/s", "of ceiling"]
+    table = _table("\nTop kernels", *columns)
+    for row in report.kernels[:_SHOWN]:
+        where = f"{row.scope} {row.phase}".strip()
+        rates = f"{row.tflops:.0f}" if row.tflops >= 1 else "", f"{row.tbps:.2f}" if row.tbps >= 0.005 else ""
+        of_ceiling = percent(row.of_ceiling) if row.of_ceiling else ""
+        shape = [_short(row.shape)] if shapes else []
+        table.add_row(row.name[:40], where, *shape, f"{row.count:g}", f"{row.ms:.2f}", *rates, of_ceiling)
+    return table
+
+
+def _transfers(report: ReportData) -> Table:
+    columns = "<", "count", "ms/step", "under compute", "exposed ms", "GB", "GB/s", "<longest wait"
+    table = _table("\nTransfers", *columns)
+    for row in report.transfers:
+        table.add_row(
+            row.name,
+            f"{row.count:g}",
+            f"{row.ms:.2f}",
+            percent(row.hidden),
+            f"{row.exposed_ms:.2f}",
+            f"{row.gb:.3f}" if row.gb else "",
+            f"{row.gb_per_s:.1f}" if row.gb else "",
+            row.longest_wait,
+        )
+    return table
+
+
+def _print_idle(console: Console, report: ReportData) -> None:
+    idle = report.idle
+    gaps = f"{idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, waits of {idle.wait_ms:.2f} ms"
+    console.print(f"\nIdle: {idle.ms:.2f} ms/step: {gaps}")
+    for wait in idle.longest[:3]:
+        console.print(f"  {wait['ms']:.3f} ms after {wait['after'] or '?'}, before {wait['before'] or '?'}")
+
+
+def _print_memory(console: Console, report: ReportData) -> None:
+    peak = f"\nPeak memory {report.peak_memory_bytes / 1e9:.2f} GB; largest at the peak of the largest program:"
+    console.print(peak)
+    table = _table("", "GB", "buffers", "<kind", "<what")
+    for row in report.buffers[:8]:
+        table.add_row(f"{row['bytes'] / 1e9:.3f}", str(row["count"]), row["kind"], row["what"])
+    console.print(table)
 
 
 def comparison_text(comparison: ComparisonData, width: int) -> str:

@@ -56,9 +56,7 @@ def linear_of(product: Instruction) -> str:
 
 
 def _names(instruction: Instruction, depth: int) -> list[str]:
-    """Linears whose weights an instruction's result is made from; [] if anything else goes into it, or within 5
-    instructions one does more than move or convert numbers. A fusion passes. depth: instructions up to the product.
-    """
+    """Linears whose weights an instruction's result is made from; [] if anything else goes into it."""
     if instruction.opcode == "parameter":
         if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
             return []

@@ -275,9 +275,7 @@ def _is_copy(raw: _Raw) -> bool:
 
 
 class _WorkCache:
-    """What events need of an instruction, computed once: many have the same one. Keys are id(instruction), so the
-    Module must outlive it.
-    """
+    """What events need of an instruction, computed once; by id(instruction), so the Module must outlive it."""
 
     def __init__(self):
         self._work: dict[int, tuple[float, float, str, str]] = {}
@@ -323,11 +321,9 @@ class _WorkCache:
 
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step, in order; sets the events' `step`.
+    """(start_ns, end_ns) of each whole step, in order; sets the events' `step`.
 
-    A step is a period of the sequence of programs, without those below 0.02 % of the time, or else 0.2 % or 2 %, or
-    else of the functions' names, because programs change with their shapes. Marked steps win if their number divides
-    that of the runs. Work outside of all steps has none, and a step that the capture cut is left out.
+    A step is a period of the sequence of programs. Marked steps win if their number divides that of the runs.
       runs: (start_ns, program id or name, module's name).
       marks: (start in ns, number), of which only different numbers count.
       notes: gets remarks on how steps were found.
@@ -370,11 +366,7 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
 def _without_cut_steps(
     steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
 ) -> list[tuple[float, float]]:
-    """Leaves out a first or last step that the capture cut: it has less than 90 % of the kernels of each other one.
-    Renumbers the events' steps, in place.
-
-      programs: whose kernels are counted.
-    """
+    """Leaves out a first or last step with less than 90 % of each other's kernels, and renumbers in place."""
     counts = collections.Counter(event.step for event in events if event.module in programs)
     cut_steps = []
     for index in {0, len(steps) - 1}:

@@ -159,9 +159,7 @@ class _Guard:
         await self._app(scope, receive, send)
 
     def _refused(self, request: Request) -> ApiError | None:
-        """The error for a request that must not be answered. Host and Origin count for every path, the key for those
-        that are not _OPEN. Sets `state.trusted`: the key is right, or there is none.
-        """
+        """The error for a request that must not be answered: Host and Origin for all paths, the key but for _OPEN."""
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
@@ -173,9 +171,7 @@ class _Guard:
 
 
 def _brings(request: Request, key: str) -> bool:
-    """Whether a request has the key. They are compared as bytes and in constant time, so that the time does not show
-    how many characters are right.
-    """
+    """Whether a request has the key, compared in constant time."""
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     return kind.lower() == "bearer" and hmac.compare_digest(presented.strip().encode("latin-1"), key.encode())
 
@@ -196,9 +192,7 @@ class _Api:
         return page()
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200, or 503 from a failed round of the engine until one succeeds; without the key no word of the
-        error.
-        """
+        """GET /health: 200, or 503 from a failed round of the engine until one succeeds."""
         if self._engine.failure is None:
             return Json({"status": "ok"})
         error = {"error": self._engine.failure} if request.state.trusted else {}
@@ -229,9 +223,7 @@ class _Api:
         return card | {"parent": served.base, "max_model_len": self._engine.plan.length}
 
     async def load_adapter(self, request: Request) -> Response:
-        """POST /v1/load_lora_adapter: adds an adapter of the server's folder to the models, while others answer.
-        ApiError: 400, 404: it cannot be served; 403: it is elsewhere, or there is no such folder.
-        """
+        """POST /v1/load_lora_adapter: adds an adapter of the server's folder to the models, while others answer."""
         folder, values = self._folder_of_adapters(), await self._values(request)
         name, path = str(values["lora_name"]), str(values["lora_path"])
         async with self._changes:
@@ -246,9 +238,7 @@ class _Api:
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter: takes an adapter off the models; answers under way go on. ApiError: 400: it is
-        none; 403: as `load_adapter`; 404: there is none of the name.
-        """
+        """POST /v1/unload_lora_adapter: takes an adapter off the models; answers under way go on."""
         self._folder_of_adapters()
         name = str((await self._values(request))["lora_name"])
         async with self._changes:
@@ -272,9 +262,7 @@ class _Api:
         await asyncio.to_thread(self._readers.serve, models)
 
     async def answer(self, request: Request) -> Response:
-        """Answers a request, whole or as a stream; an error in a stream that is being sent is its last event. ApiError:
-        a wrong, large or late body, refused rows, a failed engine, or (504) the time is over.
-        """
+        """Answers a request, whole or as a stream, whose last event an error is."""
         with contextlib.ExitStack() as arrival:
             arrival.enter_context(self._engine.arrival())
             return await self._answered(request, arrival)
@@ -391,9 +379,7 @@ def _frames(answer: Answer | ResponsesAnswer, index: int, piece: Piece | PromptS
 
 
 async def _body(request: Request, count: Callable[[int], None]) -> bytes:
-    """A request's body; ApiError for more than 16 MiB (413), over 30 s (408), or what `count` raises for the bytes of a
-    piece.
-    """
+    """A request's body; ApiError for more than 16 MiB (413), over 30 s (408), or of `count`."""
     too_large = ApiError(413, f"the body has more than {_MOST_BODY_BYTES:,} bytes: send less", code="too_large")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > _MOST_BODY_BYTES:
@@ -431,11 +417,7 @@ async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class _Stream(Response):
-    """An answer as server-sent events while it is made, an error as the last one. `held` is closed however the response
-    ends.
-
-      deadline: in seconds of the event loop's clock.
-    """
+    """An answer as server-sent events while it is made, an error as the last one; `held` is closed at its end."""
 
     media_type = "text/event-stream"
 
@@ -457,9 +439,7 @@ class _Stream(Response):
             await _unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        """Sends all events. No error is raised again: it is the last event, which has one second; if the client does
-        not read it, the body stays incomplete and the server closes the connection.
-        """
+        """Sends all events; an error is the last one, which has one second."""
 
         async def say_frame(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -130,10 +130,8 @@ class _NamedTool(BaseModel):
 
 
 class _Body(BaseModel):
-    """Keys of both kinds of bodies, with OpenAI's meanings. None: not given: one answer, a random seed, the settings of
-    the model's generation_config.json, else temperature 1 and no filters. top_k (0 and -1: no limit), min_p,
-    repetition_penalty, min_tokens, ignore_eos and stop_token_ids are vLLM's. At temperature 0 the filters have no
-    effect.
+    """Keys of both kinds of bodies, with OpenAI's meanings; top_k, min_p, repetition_penalty, min_tokens, ignore_eos
+    and stop_token_ids are vLLM's. None: not given.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -165,8 +163,8 @@ class _Body(BaseModel):
 
 
 class _Chat(_Body):
-    """A body of /v1/chat/completions. max_completion_tokens precedes max_tokens. tool_choice "none" leaves the tools
-    out of the prompt; without tools an answer is not searched for calls.
+    """A body of /v1/chat/completions. max_completion_tokens precedes max_tokens; tool_choice "none" leaves the tools
+    out.
     """
 
     messages: Annotated[Objects, Field(min_length=1)]  # the conversation that the answer continues
@@ -186,9 +184,7 @@ class _Chat(_Body):
 
 
 class _Completion(_Body):
-    """A body of /v1/completions: `prompt` is a text, token ids, or a list of either. logprobs: how many of the
-    likeliest tokens are listed at each position; 0: only the token's own log-probability.
-    """
+    """A body of /v1/completions. logprobs: how many of the likeliest tokens are listed; 0: only the token's own."""
 
     prompt: (
         str
@@ -507,11 +503,7 @@ def _conversation(
     continues: bool,
     length: int,
 ) -> tuple[list[int], PictureArrays | None]:
-    """(Token ids, pictures) of a chat's prompt; ApiError (400) if the template is missing or refuses the messages, for
-    a picture that cannot be read, or for more than `length` tokens.
-
-    begins, continues: it ends with the beginning of an answer, or within the last message.
-    """
+    """(Token ids, pictures) of a chat's prompt; ApiError (400) for what the template refuses, or too many tokens."""
     tokenizer = served.tokenizer
     processor = None if served.pictures is None else served.pictures.processor
     if not tokenizer.chat_template:
@@ -610,7 +602,6 @@ def _parsed_request(
     """The ParsedRequest of a validated body, with the defaults.
 
     prompts: token ids, each with `body.n` consecutive rows.
-    most: new tokens of an answer; None: what the context has room for.
     logprobs: likeliest tokens at each position; None: no log-probabilities.
     """
     settings = {name: getattr(body, name) for name in SETTINGS if getattr(body, name) is not None}

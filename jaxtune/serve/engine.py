@@ -210,9 +210,7 @@ class Engine:
         await self._done(lambda: self._unload(name))
 
     async def _done(self, command: Callable[[], None]) -> None:
-        """Waits until the engine's thread has called `command`. ApiError: its own, 400 for a ValueError, 500 for
-        another, or that of `end`.
-        """
+        """Waits until the engine's thread has called `command`. ApiError: 400 for a ValueError, 500 for another."""
         if self._ended is not None:
             raise self._ended
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -369,7 +367,7 @@ class Engine:
         self.models = {other: served for other, served in self.models.items() if other != name}
 
     def _place_rows(self, answers: Answers, rows: Sequence[Row], client: Hashable) -> None:
-        """Submits rows to the sampler, or queues them to be scored before. ValueError: it refuses a row, and the others
+        """Submits rows to the sampler, or queues them to be scored. ValueError: it refuses one, and all
         are cancelled.
         """
         self._live_sampler()
@@ -420,9 +418,7 @@ class Engine:
         self._first_placed = self._last_placed if self._first_placed is None else self._first_placed
 
     def _score_one(self) -> bool:
-        """Scores the prompt of the row that waits longest, of those whose programs are ready, and submits the row.
-        Returns whether there was one.
-        """
+        """Scores the prompt of the ready row that waits longest, and submits it; whether there was one."""
         for place, (answers, _, row, _) in enumerate(self._scoring):
             if self._can_score(answers, row):
                 self._score(place)
@@ -458,9 +454,7 @@ class Engine:
         self._scoring = collections.deque(waiting for waiting in self._scoring if waiting[0] is not answers)
 
     def _step(self, sampler: Sampler) -> None:
-        """One round. If it raises, the sampler is dropped and all its rows end with the error, because its arrays may
-        have been donated to the call that failed.
-        """
+        """One round. If it raises, the sampler is dropped and all its rows end with the error."""
         follow = time.monotonic() - self._last_placed < _FOLLOWING_SECONDS
         rows, slots = len(self._of_request), sampler.plan.slots
         sampler.more_come = rows < slots and (self._more_come() or (follow and rows <= _FEW * slots))
@@ -491,9 +485,7 @@ class Engine:
         self._scoring.clear()
 
     def _failed(self, error: BaseException) -> ApiError:
-        """Prints an unexpected error's traceback, sets `failure`, and returns an ApiError for the caller to raise,
-        whose text, the error's first line, reaches the client; the engine continues.
-        """
+        """Prints an unexpected error's traceback and sets `failure`; an ApiError with the error's first line."""
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")

@@ -81,9 +81,7 @@ class _Choice:
         return self._text.calls[: None if self._asked.many_calls else 1]
 
     def logprobs(self) -> dict[str, object] | None:
-        """OpenAI's `logprobs` of all tokens since the last call, which it then forgets; at least -9999. None if they
-        are not asked for.
-        """
+        """OpenAI's `logprobs` of all tokens since the last call, at least -9999; None if they are not asked for."""
         if not self._asked.logprobs:
             return None
         form = _chat_logprobs if self._asked.form == "chat" else self._completion_logprobs
@@ -100,10 +98,7 @@ class _Choice:
     def _completion_logprobs(
         self, tokens: list[str], logprobs: list[float | None], ranked: _Ranked
     ) -> dict[str, object]:
-        """The `logprobs` object of /v1/completions. text_offset counts characters over the tokens' texts, across calls.
-
-        ranked: for each token the likeliest at its position, (text, log-probability).
-        """
+        """The `logprobs` object of /v1/completions; ranked: for each token [(text, log-probability)]."""
         offsets = []
         for token in tokens:
             offsets.append(self._characters)

@@ -113,9 +113,8 @@ def watch() -> None:
 
 
 def _watch() -> None:
-    """The thread that ends this process, with the same code, if another one fails, or with code 1 if the first one
-    disappears: a collective would wait forever. The first process first gets 10 seconds to finish writing. JAX handles
-    other ones that disappear.
+    """The thread that ends this process if another one fails or the first one disappears: a collective would wait
+    forever.
     """
     from jax.errors import JaxRuntimeError
 

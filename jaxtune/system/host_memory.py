@@ -42,9 +42,7 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def _group_limits() -> Iterator[int]:
-    """Memory limits of this process's control groups and those around them (cgroups versions 1 and 2). A container sees
-    its own as root; SLURM and systemd make theirs further down.
-    """
+    """Memory limits of this process's control groups and those around them (versions 1 and 2)."""
     lines = []
     with contextlib.suppress(OSError):  # no Linux
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()

@@ -74,9 +74,7 @@ def is_one_of_several(*arguments: str | int | None) -> bool:
 
 
 def _compile_alone() -> None:
-    """Has XLA time algorithms in each process alone, unless XLA_FLAGS say otherwise: with shared work, one that finds
-    its program in a cache has nothing to share, and the others wait forever.
-    """
+    """Has XLA time algorithms in each process alone, unless XLA_FLAGS say otherwise: shared timing waits for caches."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_shard_autotuning" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false".strip()
@@ -93,10 +91,7 @@ class Place:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """This process's Place by `join`'s arguments, else as SLURM or Open MPI started it; None if it is the only one. A
-    scheduler's process gets one GPU, by its index on the host, unless it is alone there or sees at most one. Raises
-    ValueError.
-    """
+    """This process's Place by `join`'s arguments, else as SLURM or Open MPI started it; None if it is the only one."""
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
             raise ValueError("--coordinator, --processes and --process are incomplete: give all three")
@@ -130,9 +125,7 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
 
 
 def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
-    """(Processes, index, index on this host, processes here) as srun or mpirun set them; None for one process. SLURM's
-    variables of the job would count processes that were not started.
-    """
+    """(Processes, index, index on this host, processes here) as srun or mpirun set them; None for one process."""
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         tasks = []  # the number on each host, from "4(x2),3"
         for group in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):

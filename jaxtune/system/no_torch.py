@@ -28,9 +28,7 @@ def _withdraw(module: types.ModuleType | None) -> None:
 
 
 class _Loaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds submodules that importing torch has loaded: while the stand-in was their parent, Python saw none of them,
-    and would run them again.
-    """
+    """Finds submodules that importing torch has loaded while the stand-in was their parent."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

@@ -293,9 +293,7 @@ def written_by_first(path: Path) -> Iterator[Path]:
 
 
 def _get(client: Any, key: str) -> str:
-    """Waits without limit for a key; the watcher (ending.py), or JAX, ends this process if its writer dies. It wakes
-    each second, so that Python can handle signals.
-    """
+    """Waits without limit for a key, waking each second for signals."""
     from jax.errors import JaxRuntimeError
 
     while True:

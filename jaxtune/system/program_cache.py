@@ -150,9 +150,7 @@ class ProgramCache(CacheInterface):
         atomic_write(path, entry, mode=0o600, durable=False)
 
     def _file(self, key: str) -> Path:
-        """The entry's path. Its ending names JAX's compression, so that a process with another one does not take the
-        entry for its own.
-        """
+        """The entry's path, whose ending names JAX's compression."""
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
         zstd = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
         return self.folder / f"{key}.{'zlib' if zstd is None else 'zstd'}{_SUFFIX}"

@@ -137,9 +137,7 @@ def outliving() -> Iterator[None]:
 
 
 def _outliving(stream: Any, name: str = "") -> Any:
-    """The stream as a _Stream of this `name`, or unchanged if it is one; the null device for None, a stream closed at
-    Python's start.
-    """
+    """The stream as a _Stream of this `name`; the null device for None, a stream closed at Python's start."""
     if stream is None:  # the stream was closed when Python started
         stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return stream if isinstance(stream, _Stream) else _Stream(stream, name)

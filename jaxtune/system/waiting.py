@@ -264,9 +264,7 @@ def _last[T](items: list[T]) -> T | None:
 
 
 def _listen(listener: _Listener, code: _Code | None, now: float) -> None:
-    """Looks for a signal once, and leaves the wait if the grace period since it is over. code: of the user, that runs
-    meanwhile; None: none. now: time.monotonic().
-    """
+    """Looks for a signal once, and leaves the wait if its grace period is over."""
     if not listener.arrived():
         if code is not None:
             _look_within(listener, code)

@@ -93,9 +93,7 @@ class Delivery:
 
     @property
     def _base_stays(self) -> bool:
-        """Whether the trained model without its adapter is the untrained one, so that it can answer later, and the
-        first step comes sooner.
-        """
+        """Whether the trained model without its adapter is the untrained one, so that it can answer later."""
         adapter = self.config.adapter
         return self.trainer.adapted and adapter is not None and adapter.path is None
 
@@ -121,9 +119,7 @@ class Delivery:
             self.numbers = numbers
 
     def _is_measured(self) -> bool:
-        """Whether the evaluations after training were made: held-out loss and exact match. Metrics of
-        evaluation.generate are not looked for.
-        """
+        """Whether the evaluations after training were made: held-out loss and exact match."""
         settings, last = self.trainer.spec.evaluation, self.trainer.total_steps
         due = settings.after_last(last) and self.rows
         answers = settings.at_end and settings.exact_match_rows

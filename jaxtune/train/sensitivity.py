@@ -64,9 +64,7 @@ def _hidden(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _divergence(graph: nnx.GraphDef, state: nnx.State, batch: Batch, expected: jax.Array) -> jax.Array:
-    """Sum of KL(expected || model) over tokens, times their weights, in nats. expected: hidden states of the
-    unquantised model, which has the same head.
-    """
+    """Sum of KL(expected || model) over tokens, times their weights, in nats. expected: unquantised hidden states."""
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(batch.tokens, batch.segment_ids, batch.positions)
     head, hidden = model.head_operands(hidden)

@@ -128,9 +128,7 @@ def _print_plan(
 
 
 def _elsewhere(mesh: MeshConfig | None, name: str, host_gb: float | None) -> Device:
-    """A device of another machine. ValueError if it is unknown, or the mesh is to have all devices, whose number is
-    unknown.
-    """
+    """A device of another machine. ValueError if it is unknown, or the mesh is to have all devices."""
     for key, size in ({} if mesh is None else mesh.axes).items():
         if size == -1:
             raise ValueError(f"mesh.{key} = -1: how many devices plan.device has beside it is not known: give a number")
@@ -138,9 +136,7 @@ def _elsewhere(mesh: MeshConfig | None, name: str, host_gb: float | None) -> Dev
 
 
 def _here(mesh: MeshConfig) -> tuple[Device, int]:
-    """(a device of this machine with its share of the host's memory, how many the mesh has); ValueError if there are
-    fewer.
-    """
+    """(a device of this machine with its share of the host's memory, the mesh's number); ValueError for fewer."""
     devices_of_run = partition.make_mesh(*mesh.sizes)
     first = devices_of_run.local_devices[0]
     limit = (first.memory_stats() or {}).get("bytes_limit")

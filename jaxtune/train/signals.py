@@ -149,9 +149,7 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler. The first signal asks for a stop, and raises Interrupted where the user's code runs; a second
-        one ends the process at once, without a save, unless it is SIGHUP.
-        """
+        """The handler: the first signal asks for a stop, a second one ends the process, unless it is SIGHUP."""
         name = signal.Signals(number).name
         if self._again is not None:  # the one that `_send_again` sends
             self._again = None

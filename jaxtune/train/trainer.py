@@ -320,8 +320,8 @@ class Trainer:
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
-        """Compiles and makes the steps: (last state, steps done). A complete run only writes its config and makes a
-        missing evaluation. Interrupted before the steps, TrainingInterrupted in them, TrainingStopped by a guard.
+        """Compiles and makes the steps: (last state, steps done). Interrupted, TrainingInterrupted or
+        TrainingStopped.
         """
         config = self.config
         traced = self.profile_steps if processes.first() else 0
@@ -355,9 +355,7 @@ class Trainer:
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Leaves[Sums], Any]:
-        """Compiles until a plan fits, waits for weights, fills in references, writes the config: (programs, state,
-        sums, frozen).
-        """
+        """Compiles until a plan fits, waits for weights, writes the config: (programs, state, sums, frozen)."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -500,9 +498,7 @@ class Trainer:
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
-        """Held-out metrics; {} if there are only questions, ValueError without rows. With trains=False a smaller plan
-        follows if a pass does not fit.
-        """
+        """Held-out metrics; {} if there are only questions, ValueError without rows."""
         if (batches := self.eval_batches) is None:
             if self.answers is not None:
                 return {}
@@ -553,9 +549,7 @@ class Trainer:
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
-        """(state, steps done) of the checkpoint to continue from; (None, 0) without one. ValueError for another run's
-        folder, a missing `from_step`, or checkpoint.resume = never.
-        """
+        """(state, steps done) of the checkpoint to continue from; (None, 0) without one. ValueError."""
         if from_step is None and processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, config_to_dict(self.config))
             return None, 0
@@ -574,9 +568,8 @@ class Trainer:
     def _restore(
         self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
-        """(steps done, state) of a checkpoint, read into a step's shardings; a trainer that trains adopts its plan
-        first. note: gets lists of differences. weights_only: state is {"trainable": ...}. CheckpointError if none is
-        intact, or it is another run's or of more steps.
+        """(steps done, state) of a checkpoint, read into a step's shardings. note: gets lists of differences.
+        weights_only: state is {"trainable": ...}. CheckpointError if none is intact.
         """
         self.model.take_weights()  # the record has the base's fingerprint
         target: Any = self.model.state_shapes(self.engine)

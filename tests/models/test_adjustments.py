@@ -93,7 +93,7 @@ def test_a_kind_that_no_row_needs_is_left(sampler):
     def kind() -> object:
         for _ in sampler.run([[1, 2]], 4):
             pass
-        return sampler._kind_of_slots()
+        return sampler._row_programs.kind_of_slots()
 
     plain = kind()
     for _ in sampler.run([[1, 2]], 4, 1.0, top_p=0.5, frequency_penalty=1.0):

@@ -102,7 +102,8 @@ def test_short_prompts_are_packed_where_that_costs_less(sampler, lengths):
 def test_a_rehearsal_leaves_nothing(model, sampler, alone):
     before = set(sampler._ready._queue.ready)
     sampler.rehearse()
-    assert not sampler.pending and not sampler._pieces and not sampler._rounds and set(sampler._slots) == {None}
+    assert not sampler.pending and not sampler._pieces and not sampler._rounds.dispatched
+    assert set(sampler._rows.requests) == {None}
     assert sampler._ready._queue.ready == before and not sampler._ready._queue._due
     assert not sampler._prefills._batches and not sampler._prefills._prefixes._blocks
     assert [*answers(sampler, [[(30, 1, 9)]]).values()] == [alone(30, 1, 9)]
@@ -118,7 +119,7 @@ def test_usual_rows_with_a_constraint_have_their_own_program(model):
         sampler.prepare()
         for kind in (Kind(True, False, False), Kind(True, True, False)):
             for masks in (False, True):
-                size = sampler._size(kind, 1, masks)
+                size = sampler._row_programs.decode(kind, 1, masks)
                 assert sampler._ready.decode(size, 0) == size
 
 

@@ -103,7 +103,8 @@ def test_devices_that_divide_weights_give_the_rows_of_one(name, sizes):
     prompts += [prompts[1]] * 4
     divided = over(model, *sizes)
     sampler = Sampler(divided, slots=1, length=128, prefill_tokens=16)
-    assert sampler.plan.slots == 1 and len(sampler._slots) == np.prod(sizes) and share_of(nnx.state(model), 9) == 9
+    assert sampler.plan.slots == 1 and len(sampler._rows.requests) == np.prod(sizes)
+    assert share_of(nnx.state(model), 9) == 9
     found = rows_of(sampler, prompts, 9)
     assert_alike(found, rows_of(Sampler(model, slots=4, length=128, prefill_tokens=16), prompts, 9))
 
@@ -135,22 +136,23 @@ def test_a_device_holds_its_share_and_two_layers():
     sampler = Sampler(model, slots=2, length=128)
     rows_of_prompt = list(sampler.run([[1, 2, 3]], 2))
     assert len(rows_of_prompt[0].ids) == 2
-    division, programs, kind = sampler._division, sampler._programs, sampler._kinds[-1]
+    division, programs, kind = sampler._division, sampler._prefills._programs, sampler._row_programs._kinds[-1]
     assert division is not None
 
     def own_bytes(tree) -> int:
         return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
 
     layer = max(sum(array.nbytes for array in jax.tree.leaves(nnx.state(each))) for each in model.layers)
-    leaves, states, ones = sampler._leaves, sampler._states, np.ones(4, np.int32)
-    of_slots = states, sampler._live, None, *sampler._unchanged, sampler._rows_of(kind)
-    room = device.states_shape(sampler._structure, sampler._shapes, 1, 128)
+    weights, states, ones = sampler._model.weights, sampler._caches.states, np.ones(4, np.int32)
+    structure, leaves = weights.structure, weights.leaves
+    of_slots = states, sampler._rows.live, None, *sampler._rows._unchanged, sampler._rows.sent(kind, False)
+    room = device.states_shape(structure, weights.shapes, 1, 128)
     tokens = np.zeros((4, 16), np.int32)
     with partition.compiling(division.mesh):
         lowered = (
-            programs.decode.lower(sampler._structure, kind, 8, leaves, *of_slots),
-            programs.prefill.lower(sampler._structure, 16, leaves, tokens, ones, ones),
-            programs.extend.lower(sampler._structure, leaves, room, tokens[:1], *[ones[:1]] * 3),
+            programs.decode.lower(structure, kind, 8, leaves, *of_slots),
+            programs.prefill.lower(structure, 16, leaves, tokens, ones, ones),
+            programs.extend.lower(structure, leaves, room, tokens[:1], *[ones[:1]] * 3),
         )
         decode, prefill, extend = (each.compile().memory_analysis() for each in lowered)
     share = own_bytes(leaves)
@@ -165,7 +167,7 @@ def test_generate_runs_over_divided_weights_and_what_cannot_is_refused():
     divided, prompts = over(made("adapter"), 1, 2), prompts_of((3, 8, 2))
     assert generate(divided, prompts, 5) == generate(made("adapter"), prompts, 5)
     sampler = Sampler(divided, slots=1, length=64)
-    division = Division.of(sampler._leaves)
+    division = Division.of(sampler._model.weights.leaves)
     assert division is not None and division.devices == 2
     for call in (
         sampler.prepare,

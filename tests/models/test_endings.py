@@ -43,10 +43,10 @@ def test_a_closed_sampler_has_nothing_left_to_do():
         number = sampler.submit([1, 2, 3], 30, eos_token_ids=[])
         for _ in range(2):
             sampler.step()
-        assert sampler._rounds
+        assert sampler._rounds.dispatched
     [last] = sampler.step()
     assert (last.request, last.finish_reason, sampler.pending) == (number, "cancelled", 0)
-    assert not sampler._rounds and sampler._states is None
+    assert not sampler._rounds.dispatched and sampler._caches.states is None
     with pytest.raises(ValueError, match="submit after close: make a new Sampler"):
         sampler.submit([1])
     sampler.close()
@@ -57,7 +57,7 @@ def test_a_sampler_that_is_dropped_is_waited_for():
     sampler.submit([1, 2, 3], 30, eos_token_ids=[])
     for _ in range(2):
         sampler.step()
-    rounds = sampler._rounds
+    rounds = sampler._rounds.dispatched
     assert rounds
     del sampler
     gc.collect()

@@ -19,8 +19,7 @@ from tiny_models import adapted_model, tiny_config, tiny_model
 
 import jaxtune
 from jaxtune import Decoder, Sampler
-from jaxtune.models.generation import prefills, ready, slots
-from jaxtune.models.generation import sampler as sampler_module
+from jaxtune.models.generation import prefills, ready, row_programs, slots
 from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.generate import begin
 from jaxtune.models.generation.requests import PromptPictures
@@ -107,16 +106,16 @@ def assert_same(results, expected) -> None:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_drawn_rows_compile_nothing_once_prepared(model, patient, compilations, monkeypatch, seed):
     """Also when the caches grow, and rows of every kind come and go."""
-    monkeypatch.setattr(sampler_module, "_USUAL_LENGTH", 128)
+    monkeypatch.setattr(row_programs, "_USUAL_LENGTH", 128)
     slots.programs.cache_clear()  # of other tests
     with made(model) as sampler:
         programs = sampler.prepare()
-        assert programs.loaded + programs.compiled > 10 and sampler._capacity == 128
+        assert programs.loaded + programs.compiled > 10 and sampler._caches.capacity == 128
         rows = [row for row in drawn(np.random.default_rng(seed), 24) if len(row[0]) + row[1] <= 128]
         rows += drawn(np.random.default_rng(seed + 10), 24)
         compilations.clear()
         results = answers(sampler, rows)
-        assert compilations == [] and sampler._capacity == 256
+        assert compilations == [] and sampler._caches.capacity == 256
     with Sampler(model, slots=4, length=LENGTH, prefill_tokens=CHUNK) as plain:
         assert_same(results, answers(plain, rows))
 
@@ -220,7 +219,8 @@ def test_what_a_larger_program_serves_is_compiled_later(model, monkeypatch):
     rows = [([3] * 20, 4, {"top_logprobs": 2})] * 2
     with made(model) as sampler:
         sampler.prepare()
-        exact = ready.Prefill(1, 32, 32), sampler._size(slots.Kind(False, False, False, ranks=True), 8, False)
+        kind = slots.Kind(False, False, False, ranks=True)
+        exact = ready.Prefill(1, 32, 32), sampler._row_programs.decode(kind, 8, False)
         choose = sampler._ready.choose
         assert choose(exact, ()) == 1
         first = answers(sampler, rows)
@@ -239,7 +239,8 @@ def test_an_update_keeps_ready_what_other_arrays_have(model):
         assert sampler._ready._queue.ready == ready_sizes
         graph, state = nnx.split(model)
         sampler.update(nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), state)))
-        assert {leaf.dtype.name for leaf in sampler._leaves} == {"bfloat16"}, "in use before its programs are ready"
+        dtypes = {leaf.dtype.name for leaf in sampler._model.weights.leaves}
+        assert dtypes == {"bfloat16"}, "in use before its programs are ready"
         assert ready.Mark() in sampler._ready._queue.ready
         assert not any(isinstance(size, ready.Decode | ready.Prefill) for size in sampler._ready._queue.ready)
 
@@ -507,7 +508,7 @@ def test_beginnings_are_reused_in_the_prepared_programs(model, patient, compilat
                 reused += [piece.reused for piece in sampler.step() if piece.finish_reason]
         assert reused == [0, 64, 0, 64] and compilations == []
         assert sampler._prefills._prefixes._blocks
-        sampler._grow(2 * LENGTH)
+        sampler._admission.grow(2 * LENGTH)
         assert sampler._prefills._prefixes._blocks, "longer caches do not forget beginnings"
 
 
@@ -537,7 +538,7 @@ def test_an_adapter_comes_while_others_decode(model, patient, monkeypatch, compi
             for piece in sampler.step():
                 assert piece.request == number
                 ids += piece.ids
-        assert sampler._gated and sampler._coming is None
+        assert sampler._model.weights.gated and not sampler._model.comes
         compilations.clear()
         asked = [
             (prompt, new, settings | {"adapter": name})

@@ -153,8 +153,8 @@ def test_stop_strings_end_rows_wherever_a_round_ends(model):
 def test_equal_prompts_are_prefilled_once(model):
     sampler = Sampler(model, slots=8, length=64)
     calls = []
-    prefill = sampler._programs.prefill
-    sampler._prefills._programs = sampler._programs._replace(
+    prefill = sampler._prefills._programs.prefill
+    sampler._prefills._programs = sampler._prefills._programs._replace(
         prefill=lambda *arguments: calls.append(arguments[3].shape) or prefill(*arguments)
     )
     one, two = prompts_of(48, (13, 20))
@@ -168,8 +168,8 @@ def test_equal_prompts_are_prefilled_once(model):
 def test_short_prompts_are_prefilled_together(model):
     sampler = Sampler(model, slots=8, length=64, prefill_tokens=64)
     calls = []
-    prefill = sampler._programs.prefill
-    sampler._prefills._programs = sampler._programs._replace(
+    prefill = sampler._prefills._programs.prefill
+    sampler._prefills._programs = sampler._prefills._programs._replace(
         prefill=lambda *arguments: calls.append(arguments[3].shape) or prefill(*arguments)
     )
     prompts = prompts_of(48, (5, 6, 7, 8, 9))
@@ -272,7 +272,7 @@ def test_caches_grow_to_what_rows_need():
     sampler = Sampler(model, slots=2, length=900)
     numbers = [sampler.submit(short, 30), sampler.submit(long, 230, temperature=1.0, seed=3)]
     sampler.step()
-    assert sampler._capacity == 384
+    assert sampler._caches.capacity == 384
     found = {}
     for _ in range(3):  # the caches grow under a row that decodes
         for piece in sampler.step():
@@ -280,7 +280,7 @@ def test_caches_grow_to_what_rows_need():
     late = sampler.submit(short, 600, temperature=1.0, seed=9)
     for request, (ids, *_) in finished(sampler).items():
         found.setdefault(request, ([], [], ""))[0].extend(ids)
-    assert sampler._capacity == 768
+    assert sampler._caches.capacity == 768
     assert found[numbers[0]][0] == generate(model, [short], 30)[0]
     assert found[numbers[1]][0] == generate(model, [long], 230, temperature=1.0, seed=[3])[0]
     assert found[late][0] == generate(model, [short], 600, temperature=1.0, seed=[9])[0]
@@ -464,14 +464,15 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     assert not Sampler(models[0], slots=17, length=64, deterministic=True).plan.converted_bytes
     assert not Sampler(models[0], slots=17, length=64, most_converted=0).plan.converted_bytes
     per_layer = len(weights) // count
-    for index, (_, linear) in enumerate(linears_of(sampler._structure.model(sampler._leaves))):
+    weights_used = sampler._model.weights
+    for index, (_, linear) in enumerate(linears_of(weights_used.structure.model(weights_used.leaves))):
         assert isinstance(linear.stored_weight, Stored) == (index // per_layer >= decodes)
     prompts = prompts_of(48)
     before = [row.ids for row in sampler.run(prompts, 8)]
-    decoded = {id(codes): array for codes, array in sampler._converted._cache.values()}
+    decoded = {id(codes): array for codes, array in sampler._model._converted._cache.values()}
     assert len(decoded) == decodes * per_layer
     sampler.update(models[1])
-    assert {id(codes): array for codes, array in sampler._converted._cache.values()} == decoded
+    assert {id(codes): array for codes, array in sampler._model._converted._cache.values()} == decoded
     after = [row.ids for row in sampler.run(prompts, 8)]
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
 
@@ -511,7 +512,8 @@ def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
     found = []
     for model in models:
         sampler.update(model)
-        used = sampler._structure.model(sampler._leaves)
+        weights = sampler._model.weights
+        used = weights.structure.model(weights.leaves)
         pairs = [(m.lora, own.lora) for (_, m), (_, own) in zip(experts_of(used), experts_of(model), strict=True)]
         for lora, own in pairs:
             assert (lora.rank, own.rank, lora.scale) == (64, 4, own.scale)

@@ -136,8 +136,8 @@ def test_adapters_come_and_go_while_rows_decode(events):
     while sampler.pending:
         step()
     assert_as_alone([ended[number] for number in asked], list(asked.values()))
-    assert sampler.adapters == [] and not sampler._bank and sampler._bank.bytes == 0
-    assert sampler._structure is Sampler(base(), 3, 64)._structure
+    assert sampler.adapters == [] and not sampler._model.bank and sampler._model.bank.bytes == 0
+    assert sampler._model.weights.structure is Sampler(base(), 3, 64)._model.weights.structure
 
 
 def test_a_dropped_adapter_stays_for_the_rows_that_have_it():
@@ -146,13 +146,13 @@ def test_a_dropped_adapter_stays_for_the_rows_that_have_it():
         numbers = [sampler.submit(prompt, new, eos_token_ids=(), adapter=name) for prompt, new, name in rows]
         pieces = [*sampler.step(), *sampler.step()]
         sampler.drop_adapter("all")  # one row decodes, and one waits
-        assert sampler.adapters == ["q"] and sampler._bank.ranks == 64 + 4
+        assert sampler.adapters == ["q"] and sampler._model.bank.ranks == 64 + 4
         other = Adapter.of(adapted_model(base(), seed=99, **ADAPTERS["all"]))
         sampler.load_adapter("all", other)  # the name is free at once
         again = sampler.submit([3, 4], 20, eos_token_ids=(), adapter="all")
         while sampler.pending:
             pieces += sampler.step()
-        assert sampler._bank.ranks == 64 + 4
+        assert sampler._model.bank.ranks == 64 + 4
         of_numbers = [
             [token for piece in pieces if piece.request == number for token in piece.ids] for number in numbers
         ]

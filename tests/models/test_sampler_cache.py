@@ -25,7 +25,7 @@ def rows_of(model, cache, lengths=(3, 19, 1, 47, 30), **options):
     prompts = prompts_of(model.config.vocab_size, lengths)
     with Sampler(model, slots=3, length=64, cache=cache, **options) as sampler:
         rows = list(sampler.run(prompts, 12, temperature=0.8, seed=5, eos_token_ids=()))
-        dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(sampler._states)}
+        dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(sampler._caches.states)}
     return rows, dtypes
 
 

@@ -122,7 +122,7 @@ def test_sampled_in_chunks_and_slots(model):
     for prompt, new in zip(prompts, rows, strict=True):
         row = jnp.asarray([[*prompt, *new]])
         assert new == model(row)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
-    caches = [len(jax.tree.leaves(state)) for state in sampler._states]
+    caches = [len(jax.tree.leaves(state)) for state in sampler._caches.states]
     assert caches == [2, 2, 0, 0]
 
 

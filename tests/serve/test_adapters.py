@@ -127,7 +127,7 @@ def test_adapters_come_and_go_while_others_answer(models, root, served):
     assert status == 404 and answer["error"]["code"] == "model_not_found"
     long.join()
     assert streams["a"] == expected(models, root / "a", 200)
-    assert engine._sampler._bank.ranks == 4 + 24
+    assert engine._sampler._model.bank.ranks == 4 + 24
     assert post(port, LOAD, lora_name="a", lora_path="deep/b")[0] == 200  # the name is free
     assert said(port, "a") == found["org/b"]
 

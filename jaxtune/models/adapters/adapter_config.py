@@ -121,9 +121,8 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """New target_modules, target_parameters, rank_pattern and alpha_pattern for the families of _TAKEN_FOR_EXPERTS:
-    linears named like experts move from target_modules to target_parameters, as `NAME.weight`; patterns get such
-    entries too.
+    """New target_modules, target_parameters, rank_pattern and alpha_pattern: linears named like experts become
+    parameters.
     """
 
     def as_experts(name: str) -> bool:

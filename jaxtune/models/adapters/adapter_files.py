@@ -366,9 +366,7 @@ def _some(names: Sequence[str], limit: int = 8) -> str:
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """({PEFT's key: array in the file's dtype}, the file's metadata). Raises ValueError for a missing, pickled or
-    damaged file, or a tensor that is not of 16- or 32-bit floats.
-    """
+    """({PEFT's key: array in the file's dtype}, the file's metadata). ValueError for a damaged file or other dtypes."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickled = folder / "adapter_model.bin"
@@ -384,10 +382,7 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The linears among `names` that PEFT would adapt by target_modules, exclude_modules and layers_to_transform; the
-    last leaves out no linear whose whole name target_modules lists. Raises ValueError for an unsupported
-    layers_pattern, or a bad regular expression.
-    """
+    """The linears among `names` that PEFT would adapt. ValueError for an unsupported layers_pattern."""
 
     def matched(key):
         setting = config.get(key) or ()
@@ -415,10 +410,8 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The file's tensors with those of experts in PEFT's current layout; what fits neither layout stays.
 
-    PEFT before 0.19 assumed that experts' weights are [in, out]. For [out, in] its A was [E r, out] and its B [in, r
-    E], and (B A)^T was added: the current A is its B^T, the current B its A^T. Shapes show the layout; for square
-    weights PEFT's version does. Raises ValueError for one that cannot be determined, or that older versions of Unsloth
-    wrote.
+    PEFT before 0.19 assumed that experts' weights are [in, out]: for [out, in] the current A is its B^T, the current B
+    its A^T. ValueError where neither shapes nor PEFT's version tell.
     """
     layouts = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
     values.mapping(f"{folder / CONFIG_NAME}: unsloth_fused_expert_lora.parameters", layouts)
@@ -454,9 +447,7 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
-    """Raises ValueError if the base's digest in the adapter's file is not the model's; without either, compares the
-    fingerprints of older versions, if both have one.
-    """
+    """ValueError if the base's digest, or an older fingerprint, in the adapter's file is not the model's."""
     for key, attribute in _BASE.items():
         recorded, base_value = metadata.get(key), getattr(model, attribute)
         if recorded is None or base_value is None:
@@ -493,9 +484,7 @@ def _refuse_towers(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
-    """The last parts of names. "classifier" is left out for a model that scores texts: PEFT lists every name that a
-    head may have.
-    """
+    """The last parts of names, without "classifier" for a model that scores texts."""
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})
 

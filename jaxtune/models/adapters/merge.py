@@ -46,16 +46,11 @@ _ROUNDED_COPIES = 11  # where it also rounds to QAT's grid; the formats with sca
 
 
 def _merged_and_checked(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
-    """Merges an adapter into a weight, and compares its product with `probe` with the adapter's own forward, in fp32:
-    (the merged weight [out, in] in dtype; bool[], whether it is finite; float32[], the largest error / the error
+    """(the merged weight [out, in] in dtype; bool[], whether it is finite; float32[], the largest error / the error
     allowed).
 
-    Rounding each weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u.
-    fp32 sums of n terms change it by at most n u32 times the sum of their magnitudes. So the bound holds for every
-    correct merge.
-
-      weight: [out, in], decoded; probe: float32[rows, in], random.
-      fake_quant: the grid to which the merged weight is rounded after the comparison.
+    Compares products with `probe`, float32[rows, in]. Rounding each weight changes output o by at most u sum_i |w_oi
+    x_i|, with its unit roundoff u; fp32 sums of n terms change it by at most n u32 times the sum of their magnitudes.
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -90,11 +85,7 @@ _merge_and_check = jax.jit(_merged_and_checked, static_argnums=(3, 4), compiler_
 def _merge_experts(
     weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool, fake_quant: FakeQuant | None
 ):
-    """_merged_and_checked for all experts, one at a time: (merged weights, whether all are finite, the largest error
-    ratio).
-
-      weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype.
-    """
+    """_merged_and_checked for all experts [E, out, in], or [E, in, out] if `transposed`, one at a time."""
 
     def merge_expert(expert):
         weight, a, b = expert
@@ -109,14 +100,7 @@ def _merge_experts(
 
 @dispatch.unsaid()  # it runs once, in float32, which training kernels do not support: no report of that is needed
 def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: str, base_dtype: Any) -> jax.Array:
-    """The merged and verified weight of one matrix, in the stored shape.
-
-      index: the seed of the random rows.
-      dtype: to which a quantised weight is decoded.
-      base_dtype: only for the error.
-
-    Raises ArithmeticError if it is not finite, or its products differ by more than rounding.
-    """
+    """The merged and verified weight of one matrix, in the stored shape. ArithmeticError if it is not."""
     program, arguments = _merge_of(linear, index, dtype)
     stored, finite, error = program(*arguments)
     del arguments
@@ -142,10 +126,7 @@ def _merge_of(linear: Linear | ExpertLinear, index: int, dtype: str) -> tuple[ja
 
 @contextlib.contextmanager
 def _compiling_merges(model: Decoder) -> Iterator[None]:
-    """Compiles, in threads, the programs that merge a model's matrices while the block runs, one decoded matrix at a
-    time. An error is left to the merge itself. Nothing is compiled for several devices, which must get programs in one
-    order.
-    """
+    """Compiles, in threads, the programs that merge a model's matrices while the block runs."""
     one_at_a_time, matrix_by_program = threading.Lock(), {}
     for index, (_, linear) in enumerate(matrices(model)):
         if linear.lora is not None:
@@ -259,9 +240,7 @@ def _merge(model: Decoder) -> tuple[Weights, Callable[..., None]]:
     weights = Weights(merged, maker_of)
 
     def check(at_once: bool, making: threading.Event | None = None) -> None:
-        """Verifies the logits, while the merges' programs are compiled. making: is set when the first tensor is made,
-        for which this waits, but not long, as a writer may fail before.
-        """
+        """Verifies the logits once `making` is set, when the first tensor is made."""
         with dispatch.unsaid(), _compiling_merges(model):
             if making is not None:
                 making.wait(_HEAD_START_SECONDS)
@@ -289,9 +268,7 @@ def _is_divided(model: Decoder) -> bool:
 def _verified_tensor(
     name: str, make: Callable[[], jax.Array], pending_names: set[str], checked: Future[None], making: threading.Event
 ) -> jax.Array:
-    """Computes a changed tensor. The last of `pending_names` waits for `checked`, the verification, and each raises its
-    error. `making` lets that begin.
-    """
+    """Computes a changed tensor; the last of `pending_names` waits for `checked`, and each raises its error."""
     making.set()
     tensor = make()
     pending_names.discard(name)

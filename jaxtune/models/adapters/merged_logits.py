@@ -166,8 +166,8 @@ def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.V
 
 
 def _logits(model: Decoder) -> np.ndarray:
-    """The logits (or scores) of a random batch, float32[rows, tokens, vocabulary] in host memory, with some rows of the
-    head at a time. Sets the model's dtypes to float32: pass a copy.
+    """The logits (or scores) of a random batch, float32[rows, tokens, vocabulary] in host memory; changes the model's
+    dtypes.
     """
     model.dtype = "float32"
     set_compute(model, {})
@@ -183,9 +183,7 @@ def _logits(model: Decoder) -> np.ndarray:
 
 @on_any_mesh
 def _last_layer(tokens: jax.Array, model: Decoder) -> jax.Array:
-    """Decoder.run without the final norm, [rows, tokens, hidden]. What comes before the layers is one program; as
-    single operations it would be thirty.
-    """
+    """Decoder.run without the final norm, [rows, tokens, hidden]."""
     x, layout, layer_inputs = _before_layers(*nnx.split(model), tokens)
     return run_stack(model.layers, model.config.layers, x, layout, layer_inputs=layer_inputs)[0]
 

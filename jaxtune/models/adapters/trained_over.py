@@ -85,9 +85,7 @@ def of_model(model: Decoder) -> TrainedOver:
 
 
 def _stored_so(model: Decoder) -> bool:
-    """Whether the files that the model was loaded from store its weights quantised; a record need not name their 16-bit
-    ones.
-    """
+    """Whether the model's files store its weights quantised."""
     return model.source is not None and "quantization_config" in json.loads(model.source.config)
 
 

@@ -25,8 +25,8 @@ class _Layers(LayerTypes):
         return read if hf["sliding_window"] is not None else {}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """The window is null if all layers are full and have rotary positions, because `read` takes full layers beside
-        a window for layers without positions.
+        """The window is null if all layers are full with rotary positions: `read` takes full layers beside one as
+        without.
         """
         if all(layer.window is None and layer.rotary == 0 for layer in config.layers):
             return {"sliding_window": None, "layer_types": [FULL] * config.num_layers}

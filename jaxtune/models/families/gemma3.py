@@ -12,9 +12,7 @@ from jaxtune.models.families.common.table import GEMMA, GEMMA_DEFAULTS, GEMMA_FI
 
 
 class _Rotary(RotaryByType):
-    """RotaryByType, in which rope_theta and rope_scaling are of full layers and rope_local_base_freq of sliding ones;
-    no rope_parameters are written.
-    """
+    """RotaryByType, with rope_theta and rope_scaling of full layers and rope_local_base_freq of sliding ones."""
 
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 

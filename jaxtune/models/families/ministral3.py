@@ -23,9 +23,7 @@ _GROWTH = ("llama_4_scaling_beta", ORIGINAL_POSITIONS)  # the keys of the querie
 
 
 class _Rotary(Rotary):
-    """Rotary, with the factor on queries (RopeConfig.llama_4_scaling_beta). Rotary parameters of a file must have the
-    factor's two keys; a file without any gets the defaults.
-    """
+    """Rotary, with the factor on queries (RopeConfig.llama_4_scaling_beta)."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         parameters = self.parameters_of(hf)

@@ -16,9 +16,7 @@ _bit = functools.partial(values.whole, least=0, most=1)
 
 
 def _rotates(hf: Config) -> list[int]:
-    """For each layer 1 if it has rotary positions, else 0: despite its name the content of no_rope_layers. ValueError
-    for a wrong number.
-    """
+    """For each layer 1 if it has rotary positions, else 0: despite its name the content of no_rope_layers."""
     count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
     rotates = hf["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(count)]
     if len(rotates) != count:

@@ -67,9 +67,7 @@ class Writer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for all writes and raises their first error, unless the block raised one. The file is closed later, in
-        a thread.
-        """
+        """Waits for all writes and raises their first error, unless the block raised one."""
         if kind is not None:
             self._failed.set()
         try:
@@ -126,9 +124,7 @@ class Writer:
             future.exception()
 
     def _write(self, make: list[Callable[[], np.ndarray]], offset: int, ready: threading.Semaphore | None) -> bytes:
-        """Makes a chunk, writes it at the byte `offset`, and returns its checksum; b"" after any failure, because
-        the file is useless then. make: the function is taken out of it, so that it holds no tensor during the write.
-        """
+        """Makes a chunk, writes it at the byte `offset`, and returns its checksum; b"" after any failure."""
         try:
             if self._failed.is_set():
                 return b""

@@ -111,9 +111,7 @@ def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | No
 
 
 def _config_json(config: DecoderConfig) -> bytes:
-    """A config as JSON. Fields with default values are left out, and renamed ones have their first names, so that later
-    versions give the same digest.
-    """
+    """A config as JSON without default values, so that later versions give the same digest."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
@@ -159,9 +157,7 @@ class DigestCache:
         self._before = dict(self._known)
 
     def _look(self) -> list[list[Any]]:
-        """[path, bytes, modification and change time in ns, inode, device] of each file. Writing sets the change time,
-        which no program can set back.
-        """
+        """[path, bytes, modification and change time in ns, inode, device] of each file."""
         stats = [(os.path.abspath(file), os.stat(file)) for file in self._files]
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in stats]
 

@@ -90,9 +90,7 @@ def config_of(data: Metadata) -> Fields:
 
 
 def _scaling(data: Metadata, head_dim: int) -> Fields:
-    """rope_scaling, as config.json has it, and the original context; from metadata or the file's tensors of
-    frequencies. ValueError for another kind, or missing metadata.
-    """
+    """rope_scaling, as config.json has it, and the original context. ValueError for another kind."""
     kind = data.get("rope.scaling.type", "none")
     if ROPE_FREQUENCIES in data.shapes and data.architecture != "gemma4":
         return _llama3(data, head_dim)
@@ -124,9 +122,7 @@ def _scaling(data: Metadata, head_dim: int) -> Fields:
 
 
 def _llama3(data: Metadata, head_dim: int) -> Fields:
-    """rope_scaling of kind llama3 that gives the file's divisors, found by trying original contexts (powers of two) and
-    usual factors; ValueError if none gives them.
-    """
+    """rope_scaling of kind llama3 that gives the file's divisors; ValueError if none does."""
     divisors = data.values(ROPE_FREQUENCIES)
     factor = shortest(divisors.max())
     if factor == 1.0:

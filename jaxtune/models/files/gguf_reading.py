@@ -65,9 +65,7 @@ def opened(file: Path) -> _Opened:
 
 @functools.lru_cache(maxsize=2)
 def _parsed(file: Path, size: int, changed: int) -> _Opened:
-    """The file as gguf reads it; ValueError for a damaged one, or without the package. size, changed: bytes and time of
-    change, for the cache alone.
-    """
+    """The file as gguf reads it; ValueError for a damaged one, or without the package."""
     try:
         import gguf
     except ImportError:
@@ -196,11 +194,7 @@ def _joined(arrays: list[np.ndarray], rows: tuple[slice, slice], turned: bool) -
 def _entry(
     parsed: _Opened, name: str, shape: tuple[int, ...], sources: list[str], combine: Combine | None
 ) -> GgufEntry:
-    """The entry of a model's tensor that is one or several of the file's. A wrong shape raises ValueError only when it
-    is read.
-
-      combine: makes the tensor of their arrays; None: there is one.
-    """
+    """The entry of a tensor that is one or several of the file's; a wrong shape raises when it is read."""
     tensors = [parsed.tensors[source] for source in sources]
     kinds = {tensor.tensor_type.name for tensor in tensors}
     for tensor in tensors:

@@ -84,9 +84,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
-    """Raises KeyError, TypeError or ValueError for an item against the format. start: the byte from which data_offsets
-    count.
-    """
+    """KeyError, TypeError or ValueError for an item against the format."""
     dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str):
         raise TypeError(f"dtype {dtype!r} of {name}")

@@ -89,9 +89,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file name} of an index. Raises ValueError if it has none, or names a file outside its folder; files need
-    not exist.
-    """
+    """{tensor: file name} of an index. ValueError if it has none, or names a file outside its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: has no weight_map, which says where each tensor is; fetch it again")
@@ -109,9 +107,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder, or the one GGUF file in a folder without config.json; ValueError for several, or a file that is a
-    pipe, device or socket, or endless.
-    """
+    """The folder, or its one GGUF file without config.json; ValueError for several, or a pipe or device."""
     for file in (file for pattern in _READ_PATTERNS for file in folder.glob(pattern)):
         if file.is_dir() or not file.exists():
             continue
@@ -350,9 +346,7 @@ def load_tokenizer(folder: Path):
 
 
 def _class_config(folder: Path) -> object:
-    """What AutoTokenizer reads of config.json where tokenizer_config.json names the tokenizer's class; else None, and
-    it reads the whole, with the model's module and torch (ten seconds).
-    """
+    """What AutoTokenizer reads of config.json where tokenizer_config.json names the class; else None: the whole."""
     from transformers import PreTrainedConfig
 
     files = folder / "tokenizer_config.json", folder / "config.json"

@@ -157,14 +157,7 @@ def _module(name: str) -> str:
 
 
 def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Callable[[str], str]) -> dict[str, Any]:
-    """Lists the passthrough modules as unquantised in quantization_config of `config`, which is changed.
-
-    Readers match whole names of linears, prefixes, or in "ignore" (compressed-tensors) whole names and regular
-    expressions, so each list (SKIPPED) that is there gets modules, as expressions in "ignore", and every passthrough
-    matrix.
-
-      name_of: maps names in the lists to those in the saved model.
-    """
+    """Lists the passthrough modules as unquantised in quantization_config of `config`, which is changed."""
     quantization = dict(config.get("quantization_config", {}))
     linears = [entry for entry in passthrough.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]
     plain = sorted(entry.name.removesuffix(".weight") for entry in linears)

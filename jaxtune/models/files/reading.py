@@ -35,9 +35,7 @@ _LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")  # of clamp
 
 @functools.partial(jax.jit, static_argnums=1)
 def _all_finite(tensor: jax.Array | Stored, dtype: str | None) -> jax.Array:
-    """bool[]: whether all floats are finite; of a quantised tensor, scales and FP8 codes. dtype: in which a plain
-    tensor's numbers must be finite; None: its own.
-    """
+    """bool[]: whether all floats are finite in `dtype`; of a quantised tensor, scales and FP8 codes."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if dtype is not None and not isinstance(tensor, Stored):
         target = jnp.finfo(dtype)
@@ -106,9 +104,7 @@ def _computed(
     dtypes: Mapping[str, str],
     where: Callable,
 ) -> dict[str, jax.ShapeDtypeStruct | Stored]:
-    """{name: shapes} of tensors that are quantised or decoded on devices, or cast there, as only one is that is divided
-    as it is read; others are placed by the host.
-    """
+    """{name: shapes} of tensors that are quantised, decoded or cast on devices."""
     shapes = {}
     for name, entry in entries.items():
         plain = jax.ShapeDtypeStruct(entry.shape, dtypes.get(name, dtype))
@@ -132,9 +128,7 @@ def _zeros_on(sharding: jax.sharding.Sharding | None) -> Callable[..., jax.Array
 
 
 def _zeros(shapes: jax.ShapeDtypeStruct | Stored, where: object) -> jax.Array | Stored:
-    """Zeros in the shapes of a tensor. All computed tensors get their memory first, side by side: in the gaps that
-    16-bit originals left, the allocator, which cuts no block less than twice as large, lost 13 to 19 % of NF4's bytes.
-    """
+    """Zeros in the shapes of a tensor; side by side, as the allocator loses 13 to 19 % of NF4 in gaps."""
     leaves, structure = jax.tree.flatten(shapes)
     shardings = [None] * len(leaves) if where is None else jax.tree.leaves(jax.tree.broadcast(where, shapes))
     return structure.unflatten(
@@ -167,9 +161,7 @@ def _read_plain(
 
 
 def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
-    """(tensor, digest, are_finite(tensor)), so that reading threads compile the check; None for a tensor on several
-    devices, which must get their programs in one order, from one thread.
-    """
+    """(tensor, digest, are_finite(tensor)); None for a tensor on several devices."""
     tensor, digest, flags = load(name, entry)
     if flags is not None:
         return tensor, digest, flags
@@ -178,9 +170,7 @@ def _checked(load: Callable, name: str, entry: headers.TensorEntry) -> tuple:
 
 
 def _require_finite(entries: Mapping[str, headers.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
-    """Raises ValueError for tensors with a value that is not finite. finite: {name: flags on the device}, for which it
-    waits.
-    """
+    """ValueError for tensors with a value that is not finite."""
     read = jax.device_get(finite).items()
     if broken := [name for name, flags in read if not all(flags) and not name.endswith(_LIMITS)]:
         files = sorted({entries[name].file.name for name in broken})

@@ -82,10 +82,7 @@ def names_kept() -> Iterator[None]:
 
 
 def _cache_of_names() -> Path | None:
-    """A file for the installed transformers, which may not exist yet; None if there is no home for it, if its files may
-    change as they are (an editable installation, whose record does not list them), or if Python finds another one (a
-    clone on its path).
-    """
+    """A file for the installed transformers, which may not exist yet; None for one that may change."""
     try:
         installed = metadata.distribution("transformers")
         record = installed.read_text("RECORD") or ""

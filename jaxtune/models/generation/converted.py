@@ -79,9 +79,7 @@ def convertible_of(
 
 
 def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
-    """For each layer, the linears whose quantised weight a product would decode. Experts stay quantised: a step reads
-    nearly all of them, faster in fewer bits.
-    """
+    """For each layer, the linears whose quantised weight a product would decode, without experts."""
     layers = [[matrix for *_, matrix in layer.matrices() if not matrix.num_experts] for layer in model.layers]
     if model.per_layer is not None:
         layers[-1].append(model.per_layer.projection)
@@ -96,9 +94,7 @@ def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
 
 
 def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
-    """For each layer, the experts' matrices whose adapters each product would cast and pad. QAT needs their float32
-    numbers.
-    """
+    """For each layer, the experts' matrices whose adapters each product would cast and pad."""
     layers = [[matrix for *_, matrix in layer.matrices() if matrix.num_experts] for layer in model.layers]
     return [
         [
@@ -135,9 +131,7 @@ def picture_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...]
 
 
 def _layer_numbers(layers: Iterable[Block], config: DecoderConfig, tokens: int) -> int:
-    """Of a layer's forward at its peak: the outputs of a mixer's or feed-forward's linears, a weight that is decoded,
-    and three values of the residual stream.
-    """
+    """Numbers of a layer's forward at its peak."""
     most = 0
     for layer in layers:
         numbers, decoded_weight = collections.Counter[str](), 0
@@ -203,9 +197,7 @@ class _Form(NamedTuple):
 
 @functools.lru_cache(32)
 def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
-    """What becomes of each array if the first `layers` layers are converted. Marks stand for arrays, and are told apart
-    by identity.
-    """
+    """What becomes of each array, which marks stand for, if the first `layers` layers are converted."""
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     index_of = {id(mark): index for index, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])

@@ -49,10 +49,8 @@ class SamplerOfCopies:
         self._numbers: list[dict[int, int]] = [{} for _ in devices]  # of each device: {its number of a request: ours}
 
     def submit(self, prompt: Sequence[int], *arguments, **settings) -> int:
-        """Submits a prompt. Returns the request's number, from 0 in the order of submission.
-
-        prompt: token ids.
-        arguments, settings: further arguments of Sampler.submit.
+        """Submits a prompt, with further arguments of Sampler.submit. Returns its number, in the order
+        of submission.
         """
         number, self._submitted = self._submitted, self._submitted + 1
         count = len(self._samplers)
@@ -80,7 +78,7 @@ class SamplerOfCopies:
         return sum(sampler.pending for sampler in self._samplers)
 
     def step(self) -> list[Piece]:
-        """Makes about one round of progress on every device that has work, and returns the new Pieces."""
+        """About one round on every device that has work; new Pieces."""
         renumbered = []
         for device, sampler, numbers in zip(self._devices, self._samplers, self._numbers, strict=True):
             if sampler.pending:

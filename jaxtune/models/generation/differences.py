@@ -1,10 +1,8 @@
 """Which operations give a token other bits in the sampler than in the training forward.
 
-The training forward runs layer by layer, by the stack's own function, with all residuals as results. Each operation of
-a decoding step then gets what the training forward made before it, so that its result differs for its own reasons only;
-a prompt's layer gets the training forward's stream, and its results are compared in their order. All run under the XLA
-options of the programs that they are taken from. That results of a layer are returned can keep XLA from fusing what
-makes and reads them: a difference that fusion makes is seen in log-probabilities alone.
+The training forward runs layer by layer, with all residuals as results. Each operation of a decoding step then gets
+what the training forward made before it, so that its result differs for its own reasons only. A difference that fusion
+makes is seen in log-probabilities alone.
 """
 
 from __future__ import annotations
@@ -76,9 +74,8 @@ def differences(
     steps: int = 4,
     same_choices: bool = False,
 ) -> Iterator[Compared]:
-    """Compares every operation, layer by layer.
+    """Compares every operation, layer by layer. NotPlainError for a model with other layers than plain_layer's.
 
-    model: of plain layers, as plain_layer.is_plain says; NotPlainError for others.
     texts: token ids of prompts with their answers; all are decoded in one batch.
     prompts: how many tokens of each are its prompt.
     steps: how many tokens of each answer are decoded.
@@ -186,9 +183,7 @@ def _cached(cache: jax.Array, positions: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=AS_TRAINED)
 def _trained(graph, spec: LayerSpec, trainable, frozen, x, layout: PackedLayout, norm) -> dict[str, jax.Array]:
-    """What a training step computes in a layer, by the names of residuals, and of plain_layer's operations where a
-    residual is not what these make.
-    """
+    """What a training step computes in a layer, by the names of residuals and of plain_layer's operations."""
     block: Block = nnx.merge(graph, trainable, frozen)
     attention, feed_forward = block.parts["mixer"], block.parts["mlp"]
     names = tuple(residual.name for residual in block.residuals()[1:])
@@ -252,10 +247,7 @@ def _decoded(
     positions,
     tables,
 ) -> dict[str, jax.Array]:
-    """The results of a decoding step's operations, each of what the training forward made before it.
-
-    at: {name: [B, ...]}, the training forward's results.
-    """
+    """A decoding step's results of what the training forward, {name: [B, ...]}, made before each operation."""
     block: Block = nnx.merge(graph, trainable, frozen)
     next_weight = nnx.merge(norm_graph, norm_state).weight[...]
     results: dict[str, jax.Array] = {}

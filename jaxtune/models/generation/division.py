@@ -2,7 +2,7 @@
 
 A prefill gathers a layer's weights while the layer before computes. A decoding step multiplies the rows of all devices
 by each device's part of a weight, and sends the products back (exchanged.py), which is fewer bytes. Host code sees
-whole arrays whose first axis is the slot or the row; prompts that devices cannot share equally are computed by each.
+whole arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Division:
 
     @staticmethod
     def of(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Division | None:
-        """By where the arrays are; None if each device of this process has all of them whole, and there is no other."""
+        """By where the arrays are; None if each device of this process has all of them whole."""
         axes = tuple(map(_divided_axis, leaves))
         shared = (leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None or _is_of_several(leaf))
         divided = next(shared, None)
@@ -156,7 +156,6 @@ class _Over:
         raise NotImplementedError("prompts are packed for one device")
 
     def insert(self, states, staged, rows, slots):
-        """As slots.insert, between devices, too: each array is gathered, and freed before the next one."""
         count = len(jax.tree.leaves(staged)[0])
         divides = self._division.divides(count)
 

@@ -1,6 +1,4 @@
-"""Linears of a decoding step whose weights devices divide: each device multiplies the rows of all by its part, and the
-devices exchange inputs and products. Adapters and biases are whole; each device uses its rows of them.
-"""
+"""Linears of a decoding step whose weights devices divide: each multiplies the rows of all by its part."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def linears_of_step(block: Block) -> list[Linear]:
 
 
 def is_wide(block: Block) -> bool:
-    """Whether devices divide all linears of a plain layer, which then takes and gives the residual stream of the rows
-    of all devices: five exchanges, where own rows need seven.
-    """
+    """Whether devices divide all linears of a plain layer, which then takes and gives the rows of all devices."""
     mlp = block.parts["mlp"]
     return type(mlp) is MLP and not mlp.config.fused_gate_up and len(linears_of_step(block)) == len(block.matrices())
 
@@ -74,9 +70,7 @@ def part_of(linear: Linear) -> Linear:
 
 
 def sent_back(products: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """The products [N, size] of this device's rows from its products [rows of all, sum of parts] with its parts of
-    several linears. sizes: outputs of each.
-    """
+    """The products [N, size] of this device's rows from those of its parts, [rows of all, sum of parts]."""
     whole = own_rows(products)  # of each device side by side
     by_device = whole.reshape(len(whole), -1, products.shape[-1])
     count, outs, start = by_device.shape[1], [], 0

@@ -125,15 +125,8 @@ def generate(
     seeds = seeds_of(seed, len(rows), "generate")
     pictures = one_a_prompt(pictures, len(rows), "generate: pictures")
     constraints = constraints_of(constraints, len(rows), "generate")
-    if deterministic and output_logprobs and any(each is not None for each in pictures):
-        raise ValueError("generate: deterministic log-probabilities of prompts with pictures are not supported")
     if deterministic and output_logprobs:
-        if cache is not None:
-            raise ValueError(
-                f"generate: cache = {cache!r}: deterministic log-probabilities are those of training, which reads keys "
-                "and values unrounded; leave one of them out"
-            )
-        partition.require_undivided(nnx.state(model), "generate: deterministic log-probabilities")
+        _require_training_logprobs(model, pictures, cache)
     steps = 1 if streamer is not None else _STEPS
     sampler = _sampler(model, rows, max(limits), deterministic, steps, cache=cache)
     answers: list[list[int]] = [[] for _ in rows]
@@ -166,6 +159,18 @@ def generate(
     if deterministic:
         logprobs = training_logprobs(model, rows, answers, max_new_tokens)
     return answers, logprobs
+
+
+def _require_training_logprobs(model: Decoder, pictures: Sequence[PromptPictures | None], cache: str | None) -> None:
+    """ValueError where deterministic log-probabilities, those of training, cannot be had."""
+    if any(each is not None for each in pictures):
+        raise ValueError("generate: deterministic log-probabilities of prompts with pictures are not supported")
+    if cache is not None:
+        raise ValueError(
+            f"generate: cache = {cache!r}: deterministic log-probabilities are those of training, which reads keys "
+            "and values unrounded; leave one of them out"
+        )
+    partition.require_undivided(nnx.state(model), "generate: deterministic log-probabilities")
 
 
 def begin(

@@ -129,8 +129,8 @@ class JaxtuneLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation in nats, whether it is greedy) for each request (cache key or None,
-        context ids, continuation ids). Tokens beyond max_length + 1 are cut off at the front.
+        """(log-probability of the continuation in nats, whether it is greedy) for each (key, context ids, continuation
+        ids).
         """
         scores: list[Any] = [None] * len(requests)
         # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
@@ -230,9 +230,7 @@ class JaxtuneLM(TemplateLM):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(each target's log-probability in nats float32[B, T], whether it is the most likely token bool[B, T]), in chunks
-    to save memory. tokens, targets (each token's successor), segments (0: padding): int32[B, T].
-    """
+    """(each target's log-probability in nats float32[B, T], whether it is the most likely token bool[B, T])."""
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(tokens, segments)
     rows, chunk = hidden.reshape(-1, hidden.shape[-1]), min(_CHUNK, tokens.size)

@@ -82,11 +82,7 @@ def _staying(layer: Block) -> set[int]:
 
 
 class _Coming:
-    """Layers' weights in turn. Copies of later ones that stream begin with a layer's input, and so do gathers of the
-    next one's Shards.
-
-    staying: of each layer the ids of arrays that are not gathered.
-    """
+    """Layers' weights in turn; copies of later ones begin with a layer's input."""
 
     def __init__(self, weights: list, staying: Sequence[Collection[int]]):
         self._weights, self._staying = weights, staying
@@ -114,9 +110,7 @@ class _Coming:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, positions, real, inputs):
-    """Runs one layer: (output [N, C, hidden], new state, {name: value} for later layers). Jitted, so that layers of one
-    kind are traced once.
-    """
+    """Runs one layer: (output [N, C, hidden], new state, {name: value} for later layers)."""
     context = _context(spec, layer_input.shape[1], tables, real)
     return nnx.merge(graph, trainable, frozen).step(layer_input, state, positions, context, inputs)
 
@@ -144,9 +138,7 @@ def _plain_step(
     real,
     next_weight,
 ):
-    """_layer_step in fewer kernels, for one token a row: (output Stream, new state). next_weight: [hidden], of the next
-    norm.
-    """
+    """_layer_step in fewer kernels, for one token a row: (output Stream, new state)."""
     context = _context(spec, 1, tables, real)
     layer = nnx.merge(graph, trainable, frozen)
     return plain_layer.step(layer, stream, state, positions, context, next_weight, batch_invariant)

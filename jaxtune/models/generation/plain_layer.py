@@ -168,9 +168,7 @@ def _normed(x, partial_sums, weight, options: dict, linears: Sequence[Linear]) -
 
 
 def _rounding(linears: Sequence[Linear], x, activation: str | None = None) -> bool | None:
-    """Whether fp8_few reads x [N, in] rounded in blocks (True) or rows (False) to multiply it by the linears; None: it
-    does not.
-    """
+    """Whether fp8_few reads x [N, in] rounded in blocks (True) or rows (False); None: it does not."""
     if not linears or not all(_is_only_fp8(linear, x.dtype) and not stays_divided(linear) for linear in linears):
         return None
     weights, loras = [linear.stored_weight for linear in linears], _adapters(linears)
@@ -258,9 +256,7 @@ def _columns_of_all(rows: jax.Array, linear: Linear) -> jax.Array:
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context, tap: Tap) -> jax.Array | None:
-    """Experts without a sort of tokens: [k, N, hidden], a partial sum for each of a token's k experts, zeros on
-    padding; None if there are no kernels for them. x: [N, hidden], normed.
-    """
+    """Experts without a sort of tokens: [k, N, hidden], a partial sum for each of a token's k experts; or None."""
     settings, experts = moe.moe, (moe.experts.gate_up_proj, moe.experts.down_proj)
     unsupported = settings.shared_size is not None or settings.swiglu_limit is not None or settings.interleaved
     if unsupported or type(moe.router) is not Router or not all(_are_plain(matrix, x.dtype) for matrix in experts):
@@ -315,9 +311,7 @@ def _adapters(linears: Sequence[Linear]) -> list[LoraWeights | None]:
 
 
 def _parts(x: jax.Array, linears: Sequence[Linear], coded: Coded | None = None) -> jax.Array:
-    """Products of x [N, in] with several linears, concatenated: partial sums [splits, N, sum of out]; splits is 1
-    unless all are plain or FP8 products. coded: x in e4m3, as such products read it.
-    """
+    """Products of x [N, in] with several linears, concatenated: partial sums [splits, N, sum of out]."""
     if any(map(stays_divided, linears)):
         return jnp.concatenate(_exchanged(x, linears), axis=-1)[None]
     if all(_is_plain(linear, x.dtype) for linear in linears):

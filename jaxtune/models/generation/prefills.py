@@ -293,9 +293,7 @@ class Prefills:
         ]
 
     def _chosen(self, count: int, capacity: int) -> tuple[int, int] | None:
-        """(width of the program for a prompt, or for the last piece of a long one; the capacity of its states); None
-        if none is compiled.
-        """
+        """(width of the program for a prompt or its last piece, capacity of its states); None if none is compiled."""
         if (known := self._exact.get((count, capacity))) is not None:
             return known
         long = count > self._piece
@@ -354,9 +352,7 @@ class Prefills:
     def _packed(
         self, leaves, alike: Sequence[Request], power: int, width: int, budget: float, capacity: int
     ) -> int | None:
-        """Packs the first of `alike`, whose `_power` it is: the row's tokens, or None if they are too few. width: that
-        one of them is padded to alone.
-        """
+        """Packs the first of `alike`, whose `_power` it is: the row's tokens, or None if they are too few."""
         sizes = [self._least_pack(power)]
         if not self._ready.beside:
             sizes = [self._chunk, self._chunk // 2, *(size for size in sizes if size < self._chunk // 2)]
@@ -387,9 +383,7 @@ class Prefills:
         patches: int = 0,
         rows: int = 1,
     ) -> device.States:
-        """States after `count` tokens of each request, never its newest, which the first decoding step reads; padded to
-        `width`, and to `rows` rows. One with pictures is alone, and they are padded to `patches`.
-        """
+        """States after `count` tokens of each request, never its newest; padded to `width`, `rows` and `patches`."""
         tokens = np.zeros((rows, width), np.int32)
         lengths, totals = np.ones(rows, np.int32), np.ones(rows, np.int32)
         for row, request in enumerate(requests):
@@ -414,9 +408,7 @@ class Prefills:
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= size]
 
     def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
-        """The states after prompts that are packed in one row of `size` tokens, each without its last token. width: of
-        their caches.
-        """
+        """The states after prompts, less their last tokens, that are packed in one row of `size` tokens."""
         tokens = np.zeros((1, size), np.int32)
         room = _rows_of_pack(size, width)
         starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
@@ -446,9 +438,7 @@ class Prefills:
         return long
 
     def _next_piece(self, leaves, long: _Long) -> int:
-        """Dispatches the next piece of a long prompt, whose states are donated. Returns its tokens with padding, or 1
-        if there is none.
-        """
+        """Dispatches the next piece of a long prompt; its tokens with padding, or 1 if there is none."""
         prompt, width = long.request.tokens[:-1], 1
         if long.done < len(prompt):
             count = min(self._piece, len(prompt) - long.done)

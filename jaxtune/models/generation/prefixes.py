@@ -142,9 +142,7 @@ class Prefixes:
             self._blocks.move_to_end(key)
 
     def _make_room(self, added_bytes: int, needed: set[bytes]) -> bool:
-        """Drops blocks, but none of `needed`, until there is room; False if there is too little. The needed ones have
-        been used last.
-        """
+        """Drops blocks, but none of `needed`, until there is room; False if there is too little."""
         while self._bytes + added_bytes > self._most_bytes:
             oldest = next(iter(self._blocks), None)
             if oldest is None or oldest in needed:

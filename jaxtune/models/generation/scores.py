@@ -43,10 +43,7 @@ def prompt_scores(
 
 
 def _scored(structure: Structure, leaves, tokens, length, adapters):
-    """(float32[T]: the log-probability of the token after each, (int32[T, K], float32[T, K]): the likeliest ones).
-
-    tokens: int32[1, T], the first `length` real. adapters: int32[1, T] of choose_adapters, or None.
-    """
+    """(float32[T]: the log-probability of the token after each, (int32[T, K], float32[T, K]): the likeliest ones)."""
     model, width = structure.model(leaves), tokens.shape[1]
     choose_adapters(model, adapters)
     hidden = model.hidden_states(tokens, (jnp.arange(width) < length).astype(jnp.int32)[None])[0]

@@ -199,9 +199,7 @@ def _planned(
     most_slots: int,
     reserved: int = 0,
 ) -> tuple[int, int]:
-    """(slots, length) for `room` bytes, as plan_slots without converted weights. ValueError if not even one slot of the
-    shortest length fits. reserved: of them, for what gets nothing if the shortest rows need it.
-    """
+    """(slots, length) for `room` bytes without converted weights. ValueError if not even one slot fits."""
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room

@@ -295,9 +295,7 @@ def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals,
 def _forward(
     model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object], pictures: Pictures | None = None
 ) -> States:
-    """Runs prompts, int32[R, T], through all layers as training does: a state for each. first_state: (layer, its spec,
-    {name: residual} of `state_reads` and `gives`) -> state.
-    """
+    """Runs prompts, int32[R, T], through all layers as training does: a state for each."""
     x = model.embed(tokens)
     states, shared, deep = [], {}, []
     if pictures is not None:
@@ -486,9 +484,7 @@ def _forward_of_step(
 
 
 def _head_of_step(structure: Structure, leaves, slots: int) -> Callable[[jax.Array], jax.Array]:
-    """hidden states [N, 1, hidden] -> logits [N, 1, V or more]. Of a divided head each device computes the logits of
-    its part of the vocabulary for the rows of all.
-    """
+    """hidden states [N, 1, hidden] -> logits [N, 1, V or more]."""
     model = structure.model(leaves)
     head = model.head_variable
     part = head.get_value()
@@ -527,9 +523,7 @@ def _position(live: Live) -> jax.Array:
 
 
 def _uniform(rows: Rows, lengths, steps: int) -> jax.Array:
-    """float32[steps, N], the random numbers of the next tokens; -1 for rows that do not draw. All at once, because each
-    step would take three kernels.
-    """
+    """float32[steps, N], the random numbers of the next tokens; -1 for rows that do not draw."""
     counts = lengths - rows.start + jnp.arange(steps, dtype=jnp.int32)[:, None]
     draws = jax.vmap(uniform_of, (None, None, 0))(rows.seed, rows.index, counts)
     return jnp.where(rows.numbers.draws, draws, -1.0)

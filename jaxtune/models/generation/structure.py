@@ -97,9 +97,7 @@ def rounded_indices(structure: Structure, shapes: tuple[tuple[int, ...], ...]) -
 
 
 def _rounded_sides(model: Decoder) -> list[nnx.Variable]:
-    """The A and B of linears' adapters that products read in the compute dtype only. DoRA, QAT and precision maps need
-    float32 or another dtype.
-    """
+    """The A and B of linears' adapters that products read in the compute dtype only."""
     plain = [linear for _, linear in linears(model) if linear.fake_quant is None and linear.compute is None]
     loras = [linear.lora for linear in plain if linear.lora is not None and linear.lora.magnitude is None]
     return [side for lora in loras for side in (lora.a, lora.b)]

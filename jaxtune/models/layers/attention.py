@@ -173,12 +173,7 @@ class Attention(nnx.Module):
             slower = (wide.forward, wide.backward)
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
-            """The duration of attention alone, as multiplications that large products do in that time.
-
-            tokens: of the micro-batch on one device.
-            length: tokens of a row.
-            backward: of the derivative, else of the forward.
-            """
+            """The duration of attention alone, as multiplications that large products do in that time."""
             fit = ATTENTION_STAGE.of("cudnn", device_name())
             forward = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
             return forward * (fit.backward if backward else 1.0) * slower[backward]
@@ -233,8 +228,8 @@ class Attention(nnx.Module):
         return self._query(query, rotary), self._key(key_, rotary), value, *value_and_gates
 
     def _projections(self, x: jax.Array | Normed, key: jax.Array | None):
-        """(query, key, value, gates) of x [B, T, hidden] without norms and rotation, each [B, T, its heads, D]; an
-        array that the layer does not have is left out, so that the tuple is shorter.
+        """(query, key, value, gates) of x [B, T, hidden] before norms and rotation, each [B, T, heads, D], without
+        absent ones.
         """
         config = self.config
         if config.fused_qkv:
@@ -308,9 +303,7 @@ class Attention(nnx.Module):
         return self._query(query, context.rotary), self._key(key, context.rotary), self._value(value_)
 
     def _attend(self, context: Context, *residuals: jax.Array):
-        """(output [B, T, heads, D], the log-sum-exp of each query's scores, float32[B, heads, T]). residuals: as for
-        `attended`.
-        """
+        """(output [B, T, heads, D], the log-sum-exp of each query's scores, float32[B, heads, T])."""
         query, key, value = self.attended(context, *residuals)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
@@ -407,16 +400,12 @@ def _shared_names(name: str) -> tuple[str, str]:
 
 
 def _written_one(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """Writes one token's keys or values [B, 1, kv_heads, D] into a cache [B, kv_heads, capacity, D], at index position
-    % capacity; a row with a negative position stays.
-    """
+    """Writes one token's keys or values [B, 1, kv_heads, D] into a ring cache; a negative position writes nothing."""
     return written(cache, new[:, 0], positions)
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):
-    """The derivative of `attend`, a Backward, from the saved output and log-sum-exp. Norms and rotation are computed
-    again.
-    """
+    """The derivative of `attend`, a Backward, from the saved output and log-sum-exp."""
     attention: Attention = module_of(trainable)
     options = attention.options(context.spec.window)
     out, lse = outputs

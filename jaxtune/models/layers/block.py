@@ -183,9 +183,7 @@ class Block(nnx.Module):
         )
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
-        """{part: (its own segments, {its name of a residual: the block's})}. A name that an earlier part uses becomes
-        `{part}_{name}`, because names of a plan's residuals and of dropout keys must be unique within a layer.
-        """
+        """{part: (its own segments, {its name of a residual: the block's, unique within the layer})}."""
         by_part: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
         used_names: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
@@ -356,14 +354,7 @@ def sizes_of(part: str, sizes: Sizes, renamed: Renamed) -> Sizes:
 def _in_block(
     segment: Segment, part: str, connection: Connection, names: Mapping[str, str], normed_outside: bool
 ) -> tuple[Segment, ...]:
-    """One segment of a part as one or two of the block. A norm of the output and the addition are a segment of their
-    own: the norm's derivative reads the output, which a product would otherwise compute again. A segment with its own
-    backward may not read INPUT or make OUTPUT.
-
-      connection: how the part is connected to the residual stream.
-      names: {the part's name of a residual: the block's}.
-      normed_outside: INPUT is normed already, a value with the norm's name.
-    """
+    """One segment of a part as one or two of the block: a norm of the output and the addition are one of their own."""
     ending = segment.outputs == (OUTPUT,)
     stream = {STREAM: connection.reads, INPUT: connection.norm if normed_outside else connection.reads}
     reads = tuple(stream.get(name) or names.get(name, name) for name in segment.reads)
@@ -414,9 +405,7 @@ def _in_block(
 
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
-    """The values between a part's segments (not the residual stream) by the block's names. KeyError for one that
-    `names` lacks.
-    """
+    """The values between a part's segments by the block's names; KeyError for one that `names` lacks."""
 
     def in_block(residual: Residual) -> Residual:
         partner = residual.decided_with and names[residual.decided_with]

@@ -215,7 +215,7 @@ class DeltaNet(nnx.Module):
         return self._in_heads(query, key, value, rates)
 
     def _in_heads(self, query: jax.Array, key: jax.Array, value: jax.Array, rates: jax.Array):
-        """The recurrence's inputs (as `tokens`) from convolved query and key [B, T, key_size], value [B, T,
+        """The recurrence's inputs from convolved query and key [B, T, key_size], value [B, T,
         value_size], and rates.
         """
         shape = self.shape

@@ -73,13 +73,11 @@ def _merged(weight: jax.Array, lora: GroupedLora | None, transposed: bool) -> ja
 def _merged_and_rounded(
     spec: FakeQuant, transposed: bool, weight: jax.Array | Stored, lora: GroupedLora | None, x: jax.Array
 ) -> jax.Array:
-    """The frozen weights of all experts with their adapters merged in, rounded to the grid one expert at a time, in the
-    stored shape. Adapters get the gradient where merged weights are in the grid's range (for clipped gradients alone);
-    weight and x get none.
+    """Frozen weights of all experts with adapters merged in, rounded to the grid one expert at a time, in the stored
+    shape.
 
       transposed: whether `weight` is [E, in, out].
-      x: the activations that the result multiplies; a barrier ties the rounding to them, so that forward and backward
-        each round.
+      x: a barrier ties the rounding to these activations, so that forward and backward each round.
     """
     weight, lora, _ = optimization_barrier((weight, lora, x))
 

@@ -64,15 +64,12 @@ class Experts(nnx.Module):
 def _down(
     gate: RowGate, graph, trainable, frozen, gate_up, by_row, by_token, routing: Routing, choice, earlier_low_rank
 ):
-    """The experts' output from gate and up: ([T, hidden], the adapters' low-rank inputs). The backward multiplies the
-    gradient by the weights first, and then computes the inner rows again, with the gradients of gate, up and rows'
-    weights, in one pass over memory.
+    """The experts' output from gate and up: ([T, hidden], the adapters' low-rank inputs).
 
-      graph, trainable, frozen: the down projection, from nnx.split(linear, nnx.Param, ...).
-      gate_up: [rows, 2 * expert_size], sorted by expert.
-      by_row, by_token: the router's weights, float32[rows] and float32[T, k]; the latter multiply biases.
-      choice: int32[T, k], each token's experts; E for none.
-      earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
+    graph, trainable, frozen: of the down projection.
+    gate_up: [rows, 2 * expert_size], sorted by expert.
+    by_row, by_token: the router's weights, float32[rows] and float32[T, k]; the latter multiply biases.
+    choice: int32[T, k], each token's experts; E for none.
     """
     rows = gated_rows(gate_up, by_row, gate)
     with low_rank.collected(earlier_low_rank) as low_rank_values:
@@ -243,9 +240,7 @@ class MoE(nnx.Module):
             )
 
         def router_alone(tokens: int, length: int, backward: bool) -> float:
-            """The router's duration, as multiplications that large products do in that time. tokens: of the
-            micro-batch. length, backward: not used.
-            """
+            """The router's duration, as multiplications that large products do in that time."""
             return float(tokens * hidden)
 
         return (
@@ -288,9 +283,7 @@ class MoE(nnx.Module):
         )
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
-        """x is what the router's weights and a shared expert's gate are computed from; MoEConfig refuses a scaled
-        router with a shared expert.
-        """
+        """x is what the router's weights and a shared expert's gate are computed from."""
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))

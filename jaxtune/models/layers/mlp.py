@@ -114,9 +114,7 @@ class MLP(nnx.Module):
         )
 
     def _joins(self) -> bool:
-        """Whether the backward differentiates `expand` and `contract` at once, by gated_mlp: all three matrices
-        multiply in FP8 and have adapters and nothing else, and the weights of gate and up join.
-        """
+        """Whether gated_mlp differentiates `expand` and `contract` at once: FP8 with adapters and nothing else."""
         if self.config.fused_gate_up:
             return False
         linears = self.gate_proj, self.up_proj, self.down_proj
@@ -126,12 +124,10 @@ class MLP(nnx.Module):
         return plain and joins(*(linear.stored_weight for linear in linears[:2]))
 
     def down_from_input(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """As `down`, with a derivative that goes through all three linears to x, in place of one for `down` and one for
-        `gate_up`. All three must have quantised weights (`_joins`); else it raises ValueError.
+        """As `down`, with one derivative through all three linears to x. ValueError unless `_joins`.
 
-          x: [B, T, hidden].
-          gate, up: [B, T, intermediate], which `gate_up` returned for x; the gradients go to x and the adapters, not to
-            them.
+        x: [B, T, hidden].
+        gate, up: [B, T, intermediate], which `gate_up` returned for x; they get no gradients.
         """
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights = [weight for linear in linears if isinstance(weight := linear.stored_weight, Stored)]
@@ -205,12 +201,8 @@ class MLP(nnx.Module):
 def _down(activation: str, graph, trainable, frozen, gate, up, key, earlier_low_rank):
     """activation(gate) * up, multiplied by down_proj: ([B, T, hidden], the adapter's low-rank inputs).
 
-    The backward needs three arrays of gate's size where the kernel runs: it overwrites gate, up and the gradient of
-    activation(gate) * up with the gradients of gate and up and with that product itself, which trained tensors need.
-    The reference needs up to six.
-
-      graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
-      earlier_low_rank: low-rank inputs of an earlier run; None: they are computed.
+    The backward needs three arrays of gate's size where the kernel runs, which overwrites what it reads; the reference
+    up to six.
     """
     with low_rank.collected(earlier_low_rank) as low_rank_values:
         out = nnx.merge(graph, trainable, frozen)(activated(gate, up, activation), key)

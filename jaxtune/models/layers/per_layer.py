@@ -121,9 +121,8 @@ class PerLayerInputs(nnx.Module):
 
         x: [B, T, hidden], the first layer's input.
         take: (table, tokens) -> rows [B, T, layers * size], which decides the table's gradient.
-        key: draws the dropout mask of the projection's adapter; None: no dropout.
         rows: [B, T, layers * size], the tokens' rows of a table on the host; ValueError if they are missing then.
-        placed: bool[B, T], tokens that give the table no gradient, as transformers' padding token; None: none.
+        placed: bool[B, T], tokens that give the table no gradient; None: none.
         """
         rows = host_table.rows_of("per_layer", self.weight, tokens, take, rows)
         if placed is not None:

@@ -48,9 +48,8 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
 
 
 def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segment:
-    """One segment that runs `chain` tile by tile, and computes each tile again in the backward. The last value that the
-    chain reads from outside has the output's shape, and the output overwrites it (the residual stream to which it is
-    added).
+    """One segment that runs `chain` tile by tile, also in the backward; its output overwrites the
+    last value it reads.
     """
     inner_names = {name for segment in chain for name in segment.outputs}
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in inner_names))
@@ -92,11 +91,10 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
 
 
 def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], read_only: tuple[jax.Array, ...], tile: int):
-    """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (the last sums, arrays). A
-    lax.fori_loop, because a scan stacks outputs in new arrays, and XLA keeps inputs and outputs until the backward.
+    """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (the last sums, arrays).
 
-      step: (sums, tiles of `arrays`, tiles of `read_only`) -> (sums, new tiles of `arrays`), each tile an argument.
-      arrays, read_only: [B, T, ...]; `tile` divides T.
+    step: (sums, tiles of `arrays`, tiles of `read_only`) -> (sums, new tiles of `arrays`), each tile an argument.
+    arrays, read_only: [B, T, ...]; `tile` divides T.
     """
 
     def run_tile(index, state):

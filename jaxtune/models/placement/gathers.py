@@ -38,9 +38,7 @@ def rows_of(variable: nnx.Variable, index: jax.Array, lookup: Callable[[jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
-    """Rows of a table that devices divide along its first axis. The derivative exchanges gradients as the forward
-    exchanges rows.
-    """
+    """Rows of a table that devices divide along its first axis."""
     return _rows_of_fwd(take, shard, index)[0]
 
 

@@ -54,9 +54,7 @@ def _bytes(array: Array) -> np.ndarray:
 
 
 def _rows(array: Array, first: int, row_count: int, rows: int) -> np.ndarray:
-    """The bytes of row_count rows from `first` on. The device always cuts `rows`, so that each shape compiles one
-    program.
-    """
+    """The bytes of row_count rows from `first` on."""
     if isinstance(array, np.ndarray):
         return _bytes(array.reshape(-1, array.shape[-1])[first : first + row_count])
     count = array.size // array.shape[-1]

@@ -82,9 +82,7 @@ def _int4_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
-    """1 / scales; 0 for scales that are infinite, NaN, 0 or subnormal, which some devices take for 0. The scale alone
-    shows an overflow.
-    """
+    """1 / scales; 0 for scales that are infinite, NaN, 0 or subnormal, which some devices take for 0."""
     return jnp.where(scales >= jnp.finfo(jnp.float32).tiny, 1 / scales, 0)
 
 

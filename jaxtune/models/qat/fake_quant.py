@@ -144,8 +144,8 @@ def _within_int8(weight: jax.Array, group_size: int | None, dtype: str) -> jax.A
 
 
 def _within_q4_0(weight: jax.Array, group_size: int | None, dtype: str) -> jax.Array:
-    """The range ends at 7 scales on the side opposite the block's largest number; on that number's own side only a
-    scale that was rounded down leaves numbers outside.
+    """The range ends at 7 scales opposite the block's largest number; beside it only a scale rounded down leaves any
+    outside.
     """
     blocks = _blocks(weight, group_size)
     scales = as_float16(signed_codes(blocks, 8, dtype)[0])

@@ -21,9 +21,8 @@ def inverse(scales: jax.Array) -> jax.Array:
 
 
 def _shortened(scales: jax.Array, fraction_bits: int, up: bool) -> jax.Array:
-    """Rounds float32 scales to 1 + fraction_bits (0 to 22) significant bits.
-
-    up: True: to the next number of no smaller magnitude; False: to the nearest, halves away from zero.
+    """Rounds float32 scales to 1 + fraction_bits (0 to 22) significant bits; up: away from zero,
+    else to the nearest.
     """
     dropped = 23 - fraction_bits
     increment = (1 << dropped) - 1 if up else 1 << (dropped - 1)

@@ -54,9 +54,8 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 
 
 def _barrier(backward_order, saved_inputs, doutputs, total):
-    """The arguments unchanged, but XLA uses none before all are computed, so that what a segment's derivative computes
-    again takes no memory before its gradient arrives. `total`, the sum of weight gradients so far, is tied too only if
-    the block's BackwardOrder (`backward_order`) has weights_first. `saved_inputs` lacks the order's `shared`.
+    """The arguments unchanged, but XLA uses none before all are computed, so that a recomputed segment waits for its
+    gradient.
     """
     if backward_order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
@@ -77,17 +76,14 @@ def _differentiated_at_once(segment: Segment, backward_order) -> bool:
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """Each segment's duration, as the number of multiplications that large products do in that time, by which copies
-    are distributed. Of x [B, T, hidden] only rows and length are read.
-    """
+    """Each segment's duration for x [B, T, hidden], as multiplications that large products do in that time."""
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """A function (segment, values) -> (Context with the segment's own dropout key, values). Keys do not depend on tiles
-    or auxiliary values. A mask is drawn only when the values are there; otherwise XLA draws the masks of all layers at
-    once, or keeps the forward's.
+    """A function (segment, values) -> (Context with the segment's own dropout key, values), by which masks are not
+    drawn early.
     """
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
@@ -273,12 +269,8 @@ _untuned_layer_forward = jax.jit(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: StackProgram, trainables, frozens, x, layout, keys, gradient_sums, decoder_inputs):
-    """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
-    Tuples have one entry for each layer.
-
-      keys: dropout keys, or None.
-      gradient_sums: to which gradients are added (as of run_stack), or None.
-      decoder_inputs: {name: value} that the decoder gives each layer.
+    """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of
+    auxiliary values).
     """
     aux, layer_values = [], {}
     gathered, arrivals = first_gathered(trainables, frozens), Arrivals(frozens)
@@ -350,9 +342,7 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, gradi
 
 
 def _stack_bwd(static: StackProgram, residuals, gradient):
-    """Runs the layers' backwards from the last to the first, each with the copies and collectives of its neighbours.
-    With `gradient_sums`, their cotangent is sums plus gradients, and trainables get None.
-    """
+    """Runs the layers' backwards from the last to the first, each with the copies and collectives of its neighbours."""
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, arrived, whole_weights, resident, hosted, taken_by_layer, layout, keys, gradient_sums = (
         residuals

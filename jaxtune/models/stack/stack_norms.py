@@ -91,11 +91,8 @@ class NormsApart:
             stream = self._stream[name]
 
             def run(trainable, x, name=name, with_stream=stream in gradients):
-                """The norm of x, after x itself if the stream has other gradients already.
-
-                trainable: the layer's trainable tensors.
-                x: [B, T, hidden], the residual stream.
-                name: the norm's; with_stream: whether x is returned too.
+                """The norm of x [B, T, hidden], after x itself if the stream has other gradients already
+                (`with_stream`).
                 """
                 norm = getattr(block_of(trainable), name)
                 return norm.stream_and_normed(x) if with_stream else norm(x)

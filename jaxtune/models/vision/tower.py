@@ -177,11 +177,7 @@ class Tower(nnx.Module):
     def __call__(
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
-        """The features, each [B, P / merge^2, out_size]: those that stand at tokens, then those that are added after
-        the text's first layers; of padding they mean nothing.
-
-        pictures: with patches from `inputs`.
-        plan: where each layer's residuals are until the backward; None: all stay in device memory.
-        dropout_key: draws the adapters' dropout masks; None: no dropout.
+        """The features, each [B, P / merge^2, out_size]: those at tokens, then those added after the text's first
+        layers.
         """
         raise NotImplementedError

@@ -31,7 +31,7 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):
-    """An array of `dtype` (uint8 or a float) in `layout`: `function` of each element of `arrays`, in PTX or MLIR.
+    """An array of `dtype` in `layout`: `function` of each element of `arrays`, in PTX or MLIR.
 
     arrays: in registers, of one shape and of `layout`. refs: in memory, which the function may read.
     function: gets a list of one MLIR scalar from each array, and refs; returns an MLIR scalar.

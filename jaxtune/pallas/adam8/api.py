@@ -68,9 +68,7 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read. On a GPU the
-    first call for a dtype compares the kernel with XLA (dispatch.first_use).
-    """
+    """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if str(gradient.dtype) not in _GRADIENTS:
@@ -85,9 +83,7 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """(the kernel's results, XLA's) of a second step of Adam, once taken and once skipped: decoded moments, and the
-    direction where taken. One program processes it all, so that some warpgroups have three chunks and others four.
-    """
+    """(the kernel's results, XLA's) of a second step of Adam, once taken and once skipped, in one program."""
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
     @jax.jit
@@ -300,9 +296,7 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """adam_update on one device. XLA updates the elements after the last whole chunk of 2,048. programs: the most
-    programs of the grid.
-    """
+    """adam_update on one device; XLA updates the elements after the last whole chunk of 2,048."""
     size = gradient.size
     kernel_elements = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)

@@ -110,13 +110,10 @@ def _pick(query, key, value, layout, implementation, **options):
 
 
 def _by_rows(function, operands: int, results: int):
-    """f(*arrays, layout, sinks), which runs `function` on each device of a mesh with that device's rows, as kernels are
-    programs for one device.
+    """f(*arrays, layout, sinks), which runs `function` on each device of a mesh with that device's rows.
 
-      operands: number of leading arguments (layout included) that have rows as first axis, divided along mesh axis
-        "data". Without that axis, or if it does not divide the rows, each device computes all rows. sinks are whole
-        everywhere.
-      results: number of leading results with rows as first axis. Later ones (dsinks) are summed over the devices.
+    operands: number of leading arguments (layout included) that have rows as first axis.
+    results: number of leading results with rows as first axis. Later ones (dsinks) are summed over the devices.
     """
     return meshes.on_each_device(
         lambda *arguments: function(*arguments[:-1], sinks=arguments[-1]), rows=operands, results=results
@@ -191,12 +188,7 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """Attention with a custom derivative.
-
-    static: (name, value) pairs of scale, window and soft_cap, as a static argument must be hashable.
-    implementation, backward_implementation: as of attention; None: each direction takes the first that supports the
-    call.
-    """
+    """Attention with a custom derivative; static: (name, value) pairs of scale, window and soft_cap."""
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 

@@ -16,11 +16,7 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why cuDNN cannot compute this call exactly, or None. The window is never a reason.
-
-    query: [B, T, heads, D], array or shape. layout: must guarantee max_documents.
-    soft_cap, sinks: must be None.
-    """
+    """Why cuDNN cannot compute this call exactly, or None. The window is never a reason."""
     from jaxtune.pallas.dispatch import compute_capability
 
     capability = compute_capability()
@@ -75,9 +71,6 @@ def _documents(layout: PackedLayout):
 def _stat_index(layout: PackedLayout):
     """(document, index within it), int32[B, T] each: where cuDNN's statistics [B * M, heads, T] store each token's
     log-sum-exp.
-
-    JAX passes the documents of all rows in one list without unused entries, so they are numbered through all rows. At
-    padding the numbers mean nothing.
     """
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
@@ -86,11 +79,7 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
-    """(arrays, keywords) of JAX's cuDNN call, after query, key and value.
-
-    The arrays are a bias, lengths for queries and for keys, first tokens for both, and two page tables; an empty one
-    means that the feature is off.
-    """
+    """(arrays, keywords) of JAX's cuDNN call, after query, key and value; an empty array: the feature is off."""
     unused = jnp.zeros(0, query.dtype)
     if _whole(layout):
         mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)
@@ -119,12 +108,7 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward: (out, lse); soft_cap and sinks must be None.
-
-    query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
-    layout: PackedLayout with max_documents. scale: factor on query . key.
-    window: keys that a query sees, itself included; None: all of its document.
-    """
+    """As api.attention_forward: (out, lse); soft_cap and sinks must be None."""
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if _whole(layout):
@@ -137,9 +121,6 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """As api.attention_backward: (dquery, dkey, dvalue, None); soft_cap and sinks must be None, and dout counts as 0 at
     padding.
-
-    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D].
-    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
     """
     arrays, static = _call_arguments(layout, query, scale, window)
     if _whole(layout):

@@ -32,13 +32,11 @@ def refusal(
 ) -> str | None:
     """Why this GPU must not run the kernels of `module` for calls like this one, or None (dispatch.first_use).
 
-    Compares forward and gradients of a small packed case (window 100, no sinks) once for each dtype, head dim, even or
-    odd group of query heads, soft cap or none, and blocks. It takes seconds; the user's cache stores a pass.
+    Compares forward and gradients of a small packed case once for each dtype, head dim, parity of the group, soft cap
+    or none, and blocks, in seconds; a pass is stored.
 
       query: [B, T, heads, D]; only shape and dtype are read.
       blocks: {name in tuning.py, such as "attention forward": fields of its Blocks}; other blocks are another kernel.
-      kv_heads: heads of key and value. soft_cap: None: none. runs: whether the layout has runs.
-      name, module: of the implementation, such as "mosaic"; module has forward and backward.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
     group = 2 if query.shape[2] // kv_heads % 2 == 0 else 1
@@ -85,10 +83,7 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
     """Why this GPU must not run cuDNN for calls like this one, or None; checked and stored as in `refusal`.
 
     Packed rows are checked with the call's sizes, by which cuDNN chooses its kernels; whole rows on one row of at most
-    1,024 tokens. The case's window is at most 100.
-
-      layout: its max_documents must not be None.
-      kv_heads: heads of key and value. window: keys that a query sees, itself included; None: all of its document.
+    1,024 tokens.
     """
     rows, length, heads, dim = query.shape
     dtype, documents = jnp.dtype(query.dtype), layout.max_documents
@@ -137,12 +132,7 @@ def cudnn_refusal(query, kv_heads: int, layout: PackedLayout, window: int | None
 
 
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, first token, tokens), int[documents] each: the documents of cuDNN's case.
-
-    Row 0 has `most`, row 1 one fewer, row 2 two fewer, row 3 `most` again, ...; at least one each. Numbers differ
-    because cuDNN was wrong for a single one. Each document begins an equal section of its row, and padding follows it;
-    if `most` is 1, it fills nine tenths.
-    """
+    """(row, first token, tokens), int[documents] each: the documents of cuDNN's case, in unequal numbers a row."""
     most = min(most, length)
     section = length // most
     sizes = [section - section // 10] if most == 1 else [min(section, tokens) for tokens in _DOCUMENT_LENGTHS]

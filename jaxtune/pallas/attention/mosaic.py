@@ -77,10 +77,7 @@ def bucket(dim: int, whole_rows: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """Blocks measured for such calls on this kind of GPU, else those measured for packed rows, else HEURISTIC's.
-
-    query: array or ShapeDtypeStruct whose last axis is the head dim of the kernels.
-    """
+    """Blocks measured for such calls on this kind of GPU, else those measured for packed rows, else HEURISTIC's."""
     op, dim = f"attention {kernel}", query.shape[-1]
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
         measured = tuning.tuned(op, name, query.dtype, Blocks)
@@ -104,11 +101,7 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why these kernels cannot serve the call, or None.
-
-    query: [B, T, heads, D], array or shape. layout: must be causal, without runs.
-    window, soft_cap, sinks: never a reason.
-    """
+    """Why these kernels cannot serve the call, or None."""
     if not layout.causal or layout.runs is not None:
         return "tokens that see later ones"
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -121,10 +114,7 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _bounds(layout: PackedLayout, window: int | None):
-    """(lower, upper), int32[B, T] each: query q sees keys lower[q] .. q; queries k .. upper[k] - 1 see key k.
-
-    At padding these ranges are empty, but the numbers still never fall along a row.
-    """
+    """(lower, upper), int32[B, T] each: query q sees keys lower[q] .. q; queries k .. upper[k] - 1 see key k."""
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     lower, upper = layout.doc_start, layout.doc_end
     if window is not None:
@@ -185,11 +175,9 @@ def _whole_blocks(tokens, blocks: Blocks):
 
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
-    """Work of the forward and dq, a tile of queries a line. At least one block even for padding: the kernels take the
-    first step without a condition.
+    """Work of the forward and dq, a tile of queries a line, at least one block each.
 
-      pairs: a tile has blocks.own queries, which both warpgroups take; otherwise 2 blocks.own.
-      full: rows are equal and need no sort.
+    pairs: a tile has blocks.own queries, which both warpgroups take; otherwise 2 blocks.own.
     """
     size = blocks.own * (1 if pairs else WARPGROUPS)
     starts = np.arange(0, lower.shape[1], size, dtype=np.int32)
@@ -205,7 +193,6 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
     """Work of dk and dv, a tile of keys a line, at least one block each.
 
     shared: both warpgroups have the same blocks.own keys (wide heads); otherwise a tile has 2 blocks.own.
-    full: rows are equal and need no sort.
     """
     size = blocks.own * (1 if shared else WARPGROUPS)
     starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
@@ -215,9 +202,7 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
 
 
 def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int) -> list:
-    """Barriers of the kernels whose warpgroups can take turns, in the order of their parameters: `buffers` for an
-    item's own operands (complete after `own_copies` copies), those of the pipeline, and the one of Turns.
-    """
+    """Barriers of kernels whose warpgroups take turns: of an item's operands, of the pipeline, and that of Turns."""
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
         *_pipeline_barriers(blocks, brought_copies),
@@ -232,9 +217,6 @@ def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
 def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, int]) -> list:
     """Barriers of a pipeline of two operands, one for each slot: first arrived, second arrived, first free, second
     free.
-
-      copies: how many fill a slot of the first and of the second operand.
-      readers: how many warpgroups read a slot of each.
     """
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
     return [
@@ -245,11 +227,10 @@ def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, 
 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
-    """A kernel as a function of its arrays, one program a multiprocessor. Exponentials are the GPU's approximate
-    instructions.
+    """A kernel as a function of its arrays, one program a multiprocessor.
 
-      scratch: shared memory and barriers, which the body takes after the arrays.
-      static: further keyword arguments of the body.
+    scratch: shared memory and barriers, which the body takes after the arrays.
+    static: further keyword arguments of the body.
     """
     return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
@@ -271,20 +252,12 @@ def _numbers(count, size, dtype):
 
 
 def _pairs(query, key) -> bool:
-    """Whether each warpgroup takes one of two query heads that share keys, not half of a tile of one head: tiles are
-    then narrower and see fewer masked keys.
-    """
+    """Whether each warpgroup takes one of two query heads that share keys, not half of a tile of one head."""
     return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward: (out, lse); lse is 0 at padding, too. The same call gives the same bits.
-
-    query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
-    layout: PackedLayout of the rows. scale: factor on query . key.
-    window: keys that a query sees, itself included; None: all of its document.
-    soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
-    """
+    """As api.attention_forward: (out, lse); lse is 0 at padding, too. The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -322,20 +295,14 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
-    """Slots [slots, blocks.step, columns] of both operands of a kernel for heads of 512: pieces of 128 columns of the
-    operand that only makes scores (or gradients of weights), halves of 256 of the one multiplied into the result.
-    """
+    """Slots [slots, blocks.step, columns] of both operands of a kernel for heads of 512."""
     columns = [mosaic_halves.PIECE, mosaic_halves.HALF]
     slots = zip((blocks.stages, blocks.value_stages), columns if pieces_first else columns[::-1], strict=True)
     return [smem((count, blocks.step, size), dtype) for count, size in slots]
 
 
 def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, options):
-    """dq, dk or dv of heads of 512, in the shape of `like`.
-
-    operands: what the body takes first.
-    bounds: of `_prepare`: lower for dq, upper for dk and dv.
-    """
+    """dq, dk or dv of heads of 512, in the shape of `like`; bounds: lower for dq, upper for dk and dv."""
     own_tokens, dtype = blocks.own, like.dtype
     halves_smem = smem((WARPGROUPS, own_tokens, mosaic_halves.HALF), dtype)
     vector, single = plgpu.SMEM((own_tokens,), jnp.int32), plgpu.Barrier(num_arrivals=WARPGROUPS)
@@ -362,9 +329,8 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 
 
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
-    """dq, in query's shape. All arrays are padded.
-
-    operands: (query, key, value, dout, stat, delta): log-sum-exp in log2, and the sum of out * dout times scale.
+    """dq, in query's shape; operands: (query, key, value, dout, stat, delta), padded, stat in log2,
+    delta times scale.
     """
     query, key = operands[:2]
     if query.shape[-1] == HALVED:
@@ -447,10 +413,8 @@ def _programs() -> int:
 
 
 def _head_shares(query, key, blocks: Blocks, window: int | None) -> int:
-    """Shares into which the query heads of a key head are divided for dk and dv, as if each had a key head of its own.
-
-    1 if tiles of keys occupy more than half of the multiprocessors, or with a window shorter than the rows (measured:
-    no gain). Otherwise the smallest divisor of the group that gives each multiprocessor a tile, else the group.
+    """Shares into which the query heads of a key head are divided for dk and dv, as if each had a
+    key head of its own.
     """
     rows, length, heads, dim = query.shape
     group, size = heads // key.shape[2], blocks.own * (1 if dim > NARROW else WARPGROUPS)
@@ -469,12 +433,7 @@ def _sum_of_shares(gradient, shares: int):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). The same call gives the same bits.
-
-    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
-    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
-    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
-    """
+    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). The same call gives the same bits."""
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

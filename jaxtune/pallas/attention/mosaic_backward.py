@@ -30,7 +30,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 def _weights_and_gradient(scores, dweights, shape, stat, mask, between, issued, scale, soft_cap):
     """(masked softmax weights times the soft cap's slope, gradients of the weights) of a block of keys, float32 of
-    `shape`. The weights are computed while the second product runs.
+    `shape`.
 
       scores, dweights: (left, right) in shared memory, of which the results are products.
       mask: puts 0 where a query does not see a key.

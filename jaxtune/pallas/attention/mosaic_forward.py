@@ -145,9 +145,7 @@ def forward_kernel(
         single = blocks.buffers == 1
 
         def buffer_of(warpgroup, turn):
-            """(buffer, its barrier) of a warpgroup's queries. With three buffers, the one that a warpgroup's results
-            have left is the other's next.
-            """
+            """(buffer, its barrier) of a warpgroup's queries; of three, results leave one for the other's next."""
             if single:
                 buffer = lax.rem(2 * turn + warpgroup, jnp.int32(3))
                 return buffer, 3 * warpgroup + buffer

@@ -37,10 +37,8 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _bring_queries(items, group, width, copies):
-    """Starts the copies of all blocks of queries and dout that the program visits, head by head, and returns their
-    number. The caller drains the slots.
-
-      copies: starts one block's copies: (blocks before it, row, slice of tokens, query head).
+    """Starts the copies of all blocks of queries and dout that the program visits; their number, whose slots the caller
+    drains.
     """
 
     def work(turn, steps_before, item, following):
@@ -58,8 +56,8 @@ def _bring_queries(items, group, width, copies):
 
 
 class _KeySide:
-    """Work of dk and dv for heads of 512, whose items, [key head, row, first key, first block of queries, number of
-    blocks], both warpgroups have. Every warpgroup makes its own.
+    """Work of dk and dv for heads of 512, items [key head, row, first key, first block of queries,
+    number of blocks].
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks):
@@ -71,11 +69,8 @@ class _KeySide:
         return item[1], pl.ds(pl.multiple_of(item[2], self.blocks.own), self.blocks.own), item[0]
 
     def masked(self, weights, item, i, upper, first_upper):
-        """`weights` float32[keys, queries] with 0 where a query does not see a key; no mask is computed if no bound
-        crosses.
-
-          upper: int32[keys] in registers, the query after the last that sees each key; first_upper: the first key's,
-            the smallest.
+        """`weights` float32[keys, queries] with 0 where a query does not see a key; upper: int32[keys], the query after
+        the last.
         """
         base, width = item[2], self.blocks.step
         queries = (item[3] + lax.rem(i, item[4])) * width

@@ -37,10 +37,8 @@ def _scores(query, key, scale, soft_cap):
 
 
 def _visible(start, end, first, length, window, causal):
-    """bool[B, 1, 1, Q, T]: which of the row's T = `length` keys each of the queries first, first + 1, ... sees.
-
-    start, end: int32[B, Q], the bounds of the queries' documents, or of `_ends`.
-    causal: False: a query sees all keys between its bounds, but for a window.
+    """bool[B, 1, 1, Q, T]: which keys each of the queries first, first + 1, ... sees; start, end: int32[B, Q], their
+    bounds.
     """
     queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
     keys = jnp.arange(length, dtype=jnp.int32)
@@ -59,9 +57,8 @@ def _ends(layout):
 
 
 def _chunked(length, per_query):
-    """(queries of a chunk, `length` rounded up to whole chunks): as few even chunks as keep scores within _MAX_SCORES.
-
-    per_query: scores of one query position, over all rows, heads and keys.
+    """(queries of a chunk, `length` rounded up to whole chunks): as few even chunks as keep scores
+    within _MAX_SCORES.
     """
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)
@@ -83,13 +80,7 @@ def _join(array, length):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward: (out, lse), in plain JAX, which defines it.
-
-    query, key, value: [B, T, heads or kv_heads, D] of one dtype.
-    layout: PackedLayout of the rows. scale: factor on query . key.
-    window: keys that a query sees, itself included; None: all of its document.
-    soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
-    """
+    """As api.attention_forward: (out, lse), in plain JAX, which defines it."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
@@ -137,12 +128,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward: (dquery, dkey, dvalue, dsinks); dout counts as 0 at padding.
-
-    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D].
-    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
-    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
-    """
+    """As api.attention_backward: (dquery, dkey, dvalue, dsinks); dout counts as 0 at padding."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

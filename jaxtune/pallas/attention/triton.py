@@ -83,9 +83,6 @@ def tiles(dim: int) -> Tiles:
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
     """Why these kernels cannot or should not compute a call, or None. Whole rows with a head dim above 256 are refused,
     as XLA makes their gradients faster.
-
-      query: [B, T, heads, D], array or shape. layout: must be causal; max_documents = 1 means whole rows.
-      window, soft_cap, sinks: never a reason.
     """
     if not layout.causal:  # runs are not: they only move the bounds
         return "tokens that see later ones"
@@ -117,13 +114,11 @@ def _call(
     soft_cap,
     **constants: int,
 ):
-    """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
-    the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
+    """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0.
 
-      program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
-      grid_heads: query heads in the forward and dq, key heads in dk and dv.
-      arguments: input arrays, query first.
-      runs: whether `ends` has bounds of runs behind those of documents (`_ends`).
+    program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
+    grid_heads: query heads in the forward and dq, key heads in dk and dv.
+    arguments: input arrays, query first.
     """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
@@ -156,13 +151,7 @@ def _ends(layout: PackedLayout, bound: str) -> jax.Array:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_forward: (out, lse); lse is 0 at padding, too. ValueError unless scale is above 0.
-
-    query, key, value: [B, T, heads or kv_heads, D] of 16 bits.
-    layout: PackedLayout of the rows. scale: factor on query . key.
-    window: keys that a query sees, itself included; None: all of its document.
-    soft_cap: scores s become soft_cap * tanh(s / soft_cap). sinks: float[heads], a logit per head without a value.
-    """
+    """As api.attention_forward: (out, lse); lse is 0 at padding, too. ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -189,12 +178,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). ValueError unless scale is above 0.
-
-    query, key, value, out, lse: the forward's operands and results. dout: [B, T, heads, D], finite at padding.
-    layout, scale: the forward's. window: keys that a query sees, itself included; None: all.
-    soft_cap: c of c tanh(s / c), or None. sinks: float[heads], or None.
-    """
+    """As api.attention_backward: (dquery, dkey, dvalue, dsinks). ValueError unless scale is above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

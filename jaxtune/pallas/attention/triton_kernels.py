@@ -20,11 +20,7 @@ def _block(
     ROWS: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Loads [ROWS, WIDTH]: rows of one head from `first` on.
-
-    array: points to the head's first row; STRIDE numbers from row to row.
-    CHECK: rows from LENGTH on are zero; otherwise there must be none.
-    """
+    """Loads [ROWS, WIDTH]: a head's rows from `first` on, zeros from LENGTH on with CHECK."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + columns[None, :]
     if WIDTH == DIM:
@@ -50,8 +46,8 @@ def _store(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Stores the first DIM columns of values [ROWS, WIDTH] as one head's rows from `first` on, in array's dtype,
-    without rows from LENGTH on.
+    """Stores the first DIM columns of values [ROWS, WIDTH] as one head's rows from `first` on, without those past
+    LENGTH.
     """
     rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + columns[None, :]
@@ -67,9 +63,7 @@ def _store(
 
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that each of `queries` (positions in the row, block or scalar) sees. Padding and positions past the
-    row see nothing and get query + 1, so that the result never falls along the row.
-    """
+    """The first key that each of `queries` sees; query + 1 for padding, so that it never falls along the row."""
     lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
     end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
     if WINDOW > 0:
@@ -79,9 +73,7 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _seen(runs, queries, LENGTH: tl.constexpr, RUNS: tl.constexpr):
-    """The last key that each of `queries` (positions in the row, block or scalar) sees, if it is no padding. Never
-    falls along the row. runs: ends of the row's runs, read with RUNS alone.
-    """
+    """The last key that each of `queries` sees, never falling along the row; runs: read with RUNS alone."""
     if RUNS:
         return tl.maximum(tl.load(runs + queries, mask=queries < LENGTH, other=0) - 1, queries)
     else:
@@ -90,9 +82,7 @@ def _seen(runs, queries, LENGTH: tl.constexpr, RUNS: tl.constexpr):
 
 @triton.jit
 def _seen_by(runs, keys, LENGTH: tl.constexpr, RUNS: tl.constexpr):
-    """The first query that sees each of `keys` (positions in the row, block or scalar). Never falls along the row.
-    runs: first tokens of the row's runs, read with RUNS alone.
-    """
+    """The first query that sees each of `keys`, never falling along the row; runs: read with RUNS alone."""
     if RUNS:
         return tl.load(runs + keys, mask=keys < LENGTH, other=LENGTH)
     else:
@@ -101,9 +91,7 @@ def _seen_by(runs, keys, LENGTH: tl.constexpr, RUNS: tl.constexpr):
 
 @triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """The query after the last that sees each of `keys` (positions in the row, block or scalar). Padding gets its own
-    position, so that the result never falls along the row; positions past the row get 0.
-    """
+    """The query after the last that sees each of `keys`; padding gets its own position, positions past the row 0."""
     upper = tl.load(ends + keys, mask=keys < LENGTH, other=0)
     if WINDOW > 0:
         upper = tl.minimum(upper, keys + WINDOW)
@@ -112,8 +100,8 @@ def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """(x, slope of the soft cap) of raw products: the score in log2 is x * UNIT, UNIT = (CAP, or SCALE without a cap) *
-    log2(e). UNIT stays outside to become part of later multiply-adds.
+    """(x, slope of the soft cap) of raw products: the score in log2 is x * UNIT, UNIT = (CAP, or SCALE without) *
+    log2(e).
     """
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
@@ -370,11 +358,10 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
 def _to_key(dk, dv, query, dout, k, v, lse, delta, seen_by, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
             CAP: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dk / SCALE and dv, [KEYS, WIDTH] each, what the queries begin .. end - 1 of one head contribute. Scores
-    have keys in rows.
+    """Adds to dk / SCALE and dv, [KEYS, WIDTH] each, what the queries begin .. end - 1 of one head contribute.
 
-      k, v: loaded [KEYS, WIDTH]; query, dout, lse (natural logarithm) and delta point to the head's first token.
-      seen_by, upper: [KEYS], the first query that sees each key, and the one after the last.
+    k, v: loaded [KEYS, WIDTH]; query, dout, lse (natural logarithm) and delta point to the head's first token.
+    seen_by, upper: [KEYS], the first query that sees each key, and the one after the last.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):

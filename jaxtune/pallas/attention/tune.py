@@ -102,11 +102,9 @@ def tune(
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
-    """Times one kernel with its candidates and stores the entry for the case's class of calls (mosaic.bucket). A
-    candidate whose result differs from the heuristic's by more than 2 % is not chosen.
+    """Times one kernel with its candidates and stores the entry, unless its result is 2 % off the heuristic's.
 
-      prepare: compiles the kernel with the blocks under test (in a thread, within tuning.forced) and returns a function
-        that runs it once.
+    prepare: compiles the kernel with the blocks under test, and returns a function that runs it once.
     """
     dim = mosaic.kernel_dim(case.dim)
     return tuning.measure(

@@ -1,1 +1,1 @@
-"""Operations of sampling: of a step, in which each sequence gets one token, and attention over key/value caches."""
+"""Operations of sampling: of a step, and attention over key/value caches."""

@@ -29,11 +29,7 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """As api.gated_delta_rule: [B, T, heads, V], over chunks of tokens.
-
-    query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V]. layout: PackedLayout of the rows.
-    decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
-    """
+    """As api.gated_delta_rule: [B, T, heads, V], over chunks of tokens."""
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]
@@ -44,35 +40,25 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def state(key, value, decay, beta, lengths):
-    """As api.delta_rule_state: float32[B, heads, K, V].
-
-    key, value: [B, T, key_heads, K], [B, T, heads, V]. lengths: int[B], tokens that count.
-    decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
-    """
+    """As api.delta_rule_state: float32[B, heads, K, V]."""
     real = (jnp.arange(value.shape[1]) < lengths[:, None])[..., None]
     decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
     return _run(key, key, value, decay, beta, jnp.zeros(value.shape[:2], jnp.int32))[1]
 
 
 def chunk(query, key, value, decay, beta, state):
-    """As api.delta_rule_chunk: (out [B, T, heads, V], next state).
-
-    query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V].
-    decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
-    state: float32[B, heads, K, V] before the tokens.
-    """
+    """As api.delta_rule_chunk: (out [B, T, heads, V], next state)."""
     continued = jnp.full(value.shape[:2], -1, jnp.int32)  # the document started before the first token
     out, state = _run(query, key, value, decay, beta, continued, state)
     return out.astype(value.dtype), state
 
 
 def _run(query, key, value, decay, beta, doc_start, first=None):
-    """float32 (out [B, T, heads, V], last state [B, heads, K, V]) over all tokens, by groups of chunks; out at padding
-    means nothing. Products have full precision for float32 values, the device's default for others.
+    """float32 (out [B, T, heads, V], last state [B, heads, K, V]) over all tokens, by groups of chunks.
 
-      decay, beta: 0 at padding.
-      doc_start: int32[B, T], each token's document's first token; negative if before the first token.
-      first: float32[B, heads, K, V], the state before the tokens; None: 0.
+    decay, beta: 0 at padding.
+    doc_start: int32[B, T], each token's document's first token; negative if before the first token.
+    first: float32[B, heads, K, V], the state before the tokens; None: 0.
     """
     rows, length, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
@@ -103,7 +89,6 @@ def _group(precision, state, group):
     """(state after a group's chunks, output float32[B, chunks, chunk, heads, V]); the backward recomputes it.
 
     state: float32[B, key_heads, value heads of a key head, K, V].
-    group: (int32[chunks], each chunk's first token; then _run's arrays, each [B, chunks, chunk, ...]).
     """
     firsts, query, key, value, decay, beta, doc_start = group
     chunk, key_heads, key_dim = key.shape[2:]
@@ -174,9 +159,7 @@ def _inverse_fwd(lower, precision):
 
 
 def _inverse_bwd(precision, inverse, gradient):
-    """-inverse^T gradient inverse^T. Entries on and above the diagonal are not zeroed: the mask that made `lower` drops
-    them.
-    """
+    """-inverse^T gradient inverse^T; the mask that made `lower` drops entries on and above the diagonal."""
     transposed = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.matmul(jnp.matmul(transposed, gradient, precision=precision), transposed, precision=precision),)
 

@@ -24,11 +24,7 @@ _WIDTH, _TOKENS = 256, 64  # channels and tokens of a program
 
 @jax.checkpoint
 def forward(x, weight, layout):
-    """As api.short_convolution: [B, T, C]. The derivative stores x and weight and recomputes the float32 sums, twice
-    the size of a 16-bit x.
-
-      x, weight: [B, T, C], [C, k]. layout: PackedLayout of the rows.
-    """
+    """As api.short_convolution; the derivative recomputes the float32 sums."""
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -44,11 +40,7 @@ def divided(out, part_sizes):
 
 
 def refusal(x, weight, part_sizes) -> str | None:
-    """Why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None; it may run their check at
-    first use.
-
-      weight: [C, k]. part_sizes: channels of each part.
-    """
+    """Why the kernels cannot compute the parts of x [B, T, C] and their gradient, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -88,11 +80,7 @@ def _first_use(dtype) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def in_parts(x, weight, layout, part_sizes):
-    """As api.short_convolution_parts: a tuple of [B, T, size].
-
-    x, weight: [B, T, C] of 16 bits, [C, 4]. layout: PackedLayout of the rows.
-    part_sizes: a tuple of three numbers that add up to C, multiples of 256.
-    """
+    """As api.short_convolution_parts, for x of 16 bits, weight [C, 4] and three sizes, multiples of 256."""
 
     def run(x, start, end, weight):
         return tuple(_call("convolution_kernel", x, start, end, weight, (), part_sizes, part_sizes))
@@ -141,10 +129,7 @@ in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 
 
 def step(x, weight, window):
-    """As api.short_convolution_step: (out [B, 1, C], next window).
-
-    x, weight, window: [B, 1, C], [C, k], [B, k - 1, C].
-    """
+    """As api.short_convolution_step: (out [B, 1, C], next window)."""
     tokens = jnp.concatenate([window, x], axis=1)
     total = (tokens.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
     return jax.nn.silu(total).astype(x.dtype), tokens[:, 1:]

@@ -8,14 +8,21 @@ import triton.language as tl
 
 @triton.jit
 def _sum(current, back1, back2, back3, w0, w1, w2, w3, token, start):
-    """A token's sum, float32[WIDTH], of x of itself and the three before; x before `start`, its document's first token,
-    does not count.
-    """
+    """A token's sum, float32[WIDTH], of x of itself and the three before, from `start` on."""
     total = current.to(tl.float32) * w0
     total += tl.where(token - 1 >= start, back1.to(tl.float32), 0.0) * w1
     total += tl.where(token - 2 >= start, back2.to(tl.float32), 0.0) * w2
     total += tl.where(token - 3 >= start, back3.to(tl.float32), 0.0) * w3
     return total
+
+
+@triton.jit
+def _weights(weight):
+    """Of the token itself and of the three before it, float32[WIDTH] each."""
+    w0 = tl.load(weight + 3).to(tl.float32)
+    w1 = tl.load(weight + 2).to(tl.float32)
+    w2 = tl.load(weight + 1).to(tl.float32)
+    return w0, w1, w2, tl.load(weight).to(tl.float32)
 
 
 @triton.jit
@@ -34,10 +41,7 @@ def _of_sum(dout, current, back1, back2, back3, w0, w1, w2, w3, token, start, en
 
 @triton.jit
 def _of_token(token, dsum, after1, after2, after3, w0, w1, w2, w3, start1, start2, start3):
-    """Gradient of x of a token, float32[WIDTH], from those of the sums of itself and of the three after it.
-
-    start1, start2, start3: where the documents of these three begin.
-    """
+    """Gradient of x of a token, float32[WIDTH], from those of the sums of itself and of the three after it."""
     total = dsum * w0
     total += tl.where(token >= start1, after1, 0.0) * w1
     total += tl.where(token >= start2, after2, 0.0) * w2
@@ -114,11 +118,7 @@ def convolution_kernel(
         first_out + row * FIRST, second_out + row * SECOND, third_out + row * THIRD, begin, FIRST, SECOND, THIRD
     )
     out += begin + columns
-    weight += (begin + columns) * 4
-    w0 = tl.load(weight + 3).to(tl.float32)
-    w1 = tl.load(weight + 2).to(tl.float32)
-    w2 = tl.load(weight + 1).to(tl.float32)
-    w3 = tl.load(weight).to(tl.float32)
+    w0, w1, w2, w3 = _weights(weight + (begin + columns) * 4)
 
     b1 = _load(x, first - 1, CHANNELS, LENGTH, columns)
     b2 = _load(x, first - 2, CHANNELS, LENGTH, columns)
@@ -181,11 +181,7 @@ def convolution_gradient_kernel(
         dfirst + row * FIRST, dsecond + row * SECOND, dthird + row * THIRD, begin, FIRST, SECOND, THIRD
     )
     dout += begin + columns
-    weight += (begin + columns) * 4
-    w0 = tl.load(weight + 3).to(tl.float32)
-    w1 = tl.load(weight + 2).to(tl.float32)
-    w2 = tl.load(weight + 1).to(tl.float32)
-    w3 = tl.load(weight).to(tl.float32)
+    w0, w1, w2, w3 = _weights(weight + (begin + columns) * 4)
 
     last = first + TOKENS
     x5 = _load(x, last + 1, CHANNELS, LENGTH, columns)

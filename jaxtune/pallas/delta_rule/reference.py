@@ -23,11 +23,7 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def forward(query, key, value, decay, beta, layout):
-    """As api.gated_delta_rule: [B, T, heads, V], token by token, which defines it.
-
-    query, key, value: [B, T, key_heads, K] twice, [B, T, heads, V]. layout: PackedLayout of the rows.
-    decay, beta: [B, T, heads], logarithms at most 0, and shares in [0, 1].
-    """
+    """As api.gated_delta_rule: [B, T, heads, V], token by token, which defines it."""
     rows, _, heads, _ = value.shape
     begins = jnp.arange(value.shape[1]) == layout.doc_start
     real = jnp.arange(value.shape[1]) < layout.doc_end
@@ -44,19 +40,13 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def step(query, key, value, decay, beta, state):
-    """As api.delta_rule_step: (out [B, 1, heads, V], next state).
-
-    query, key, value: [B, 1, key_heads, K] twice, [B, 1, heads, V]. decay, beta: [B, 1, heads].
-    state: float32[B, heads, K, V] before the token.
-    """
+    """As api.delta_rule_step: (out [B, 1, heads, V], next state)."""
     out, state = _token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], state)
     return out[:, None].astype(value.dtype), state
 
 
 def _token(query, key, value, decay, beta, state):
-    """(out float32[B, heads, V], next state) of one token of each row; arrays are those of the rule without their token
-    axis.
-    """
+    """(out float32[B, heads, V], next state) of one token of each row."""
     heads = value.shape[1]
     query, key = (jnp.repeat(unit(x), heads // x.shape[1], axis=1)[..., None] for x in (query, key))
     state = state * jnp.exp(decay.astype(jnp.float32))[..., None, None]

@@ -43,9 +43,7 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 
 
 def _tile(kernel: str) -> tuple[int, int, int]:
-    """(warps, columns of a head dim at a time, num_stages) of a kernel on the GPU compiled for. GPUs other than _ROOMY
-    load one step only, as they may have less shared memory than an A100.
-    """
+    """(warps, columns of a head dim at a time, num_stages) of a kernel on the GPU compiled for."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -54,9 +52,7 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 
 def refusal(key, value) -> str | None:
-    """Why these kernels cannot compute a call, or None; it may run their check at first use. Only shapes and dtypes are
-    read; of the dtypes key's, which value and query must have.
-    """
+    """Why these kernels cannot compute a call, or None; it may run their check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -96,11 +92,7 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """As api.gated_delta_rule: [B, T, heads, 128].
-
-    query, key, value: [B, T, key_heads, 128] twice, [B, T, heads, 128], of 16 bits. layout: of the rows.
-    decay, beta: float32[B, T, heads], logarithms at most 0, and shares in [0, 1].
-    """
+    """As api.gated_delta_rule, of head dim 128 and 16 bits."""
     return _rule(query, key, value, decay, beta, layout)
 
 
@@ -130,10 +122,7 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
 def _by_rows(function, rows: int):
-    """`function` on each device with its rows of the batch, as XLA cannot divide a kernel; all results have rows.
-
-    rows: number of leading arguments that have rows as first axis.
-    """
+    """`function` on each device with its rows of the batch; rows: number of leading arguments with rows."""
     return meshes.on_each_device(function, rows=rows)
 
 
@@ -215,10 +204,10 @@ def _chunks(query, key, decay, beta, value, layout) -> ChunkFactors:
 
 
 def _states(query, key, value, factors: ChunkFactors, *, save: bool):
-    """(out [B, T, heads, V], errors z in value's shape and dtype, states before each chunk [B, heads, chunks, V, K] in
-    key's dtype).
+    """(out [B, T, heads, V], errors z in value's shape, states before each chunk [B, heads, chunks, V, K] in key's
+    dtype).
 
-      save: False: the last two are placeholders of B numbers, one a row as `_by_rows` requires, and not written.
+      save: False: the last two are placeholders of B numbers, and not written.
     """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
@@ -247,9 +236,7 @@ def _states(query, key, value, factors: ChunkFactors, *, save: bool):
 
 
 def _reverse(query, key, dout, factors: ChunkFactors):
-    """(dvalue [B, T, heads, V], gradients of the states after each chunk, [B, heads, chunks, V, K] in key's dtype).
-    dout must be 0 at padding, where it would enter the states' gradients.
-    """
+    """(dvalue [B, T, heads, V], gradients of states [B, heads, chunks, V, K]); dout must be 0 at padding."""
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
@@ -273,9 +260,7 @@ def _reverse(query, key, dout, factors: ChunkFactors):
 
 
 def _backward(query, key, dout, error, states, layout, factors: ChunkFactors):
-    """(dquery, dkey, dvalue, ddecay, dbeta); the last two float32. dout is 0 at padding; error and states are those of
-    `_states`.
-    """
+    """(dquery, dkey, dvalue, ddecay, dbeta); the last two float32. dout must be 0 at padding."""
     dvalue, dstates = _reverse(query, key, dout, factors)
     bounds = layout.doc_start, layout.doc_end
     matrices = jax.ShapeDtypeStruct(factors.inverse.shape, factors.inverse.dtype)

@@ -91,9 +91,7 @@ def _put_tokens_turned(
 def _dot_with_tokens(
     sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """float32[CHUNK]: inner product of each row of `sums` [CHUNK, DIM] with its token's vector, which is loaded again,
-    because keeping it would take registers.
-    """
+    """float32[CHUNK]: inner product of each row of `sums` [CHUNK, DIM] with its token's vector."""
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
@@ -125,8 +123,8 @@ def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """(int32[CHUNK], the first token of each token's document; bool[CHUNK], False at padding) for tokens from `first`
-    on. Padding and tokens past the row get their own number.
+    """(int32[CHUNK], each token's document's first token, its own at padding; bool[CHUNK], False at padding) from
+    `first` on.
     """
     positions = first + tl.arange(0, CHUNK)
     start = tl.load(starts + positions, mask=positions < LENGTH, other=0)
@@ -143,19 +141,16 @@ def _visible_pairs(start, positions):
 
 @triton.jit
 def _decay_between(sums, visible):
-    """float32[CHUNK, CHUNK]: what is left, 0 to 1, of what one token (column) wrote when another (row) reads; 0 where
-    not `visible`.
+    """float32[CHUNK, CHUNK]: what share of what one token (column) wrote is there when another (row) reads.
 
-      sums: float32[CHUNK], logarithms of decays, summed over each token's document within the chunk, up to the token.
+    sums: float32[CHUNK], logarithms of decays, summed over each token's document within the chunk, up to the token.
     """
     return tl.where(visible, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
 
 
 @triton.jit
 def _decay_to_end(sums, start, positions, is_last):
-    """float32[CHUNK]: factor of what each token writes in the state after the chunk; 0 for other documents than the
-    last token's. sums: as in `_decay_between`.
-    """
+    """float32[CHUNK]: factor of what each token writes in the state after the chunk; 0 for earlier documents."""
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
     return tl.where(positions >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
@@ -163,17 +158,13 @@ def _decay_to_end(sums, start, positions, is_last):
 
 @triton.jit
 def _sum_from_begin(before, before_begins, token, begins):
-    """Combines neighbouring runs (sum, flag) for a scan from the start of each token's document; a flag says that a
-    document begins in the run.
-    """
+    """Combines neighbouring runs (sum, whether a document begins in it) for a scan along each document."""
     return tl.where(begins != 0, token, before + token), before_begins | begins
 
 
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
-    """Combines neighbouring runs (sum, flag) for a scan from the last token back; a flag says that a document ends in
-    the run. after: the run of later tokens, which associative_scan(reverse=True) passes first.
-    """
+    """Combines neighbouring runs (sum, whether a document ends in it) for a scan from the last token back."""
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
 
@@ -229,9 +220,8 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):
-    """Inverse of 1 + lower, float32[CHUNK, CHUNK], lower strictly lower triangular, CHUNK 64 or 32; blocks of 2 on the
-    diagonal give blocks twice as large. Factors of products are float16, which has TF32's 11 bits: no element of the
-    inverse exceeds 1, because keys are normalised and beta and decays are at most 1.
+    """Inverse of 1 + lower, float32[CHUNK, CHUNK], lower strictly lower triangular, CHUNK 64 or 32,
+    by doubling blocks.
     """
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
@@ -306,9 +296,8 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Where the data of a program is that walks along a row with WIDTH columns of a value head: (its first column,
-    offset of its key head's first token, offset of its columns' first token in value, number of its first chunk among
-    all).
+    """Where a program's WIDTH columns are: (first column, offset of the key head, of value's columns, number of its
+    first chunk).
     """
     first_column = tl.program_id(0) * WIDTH
     head = tl.program_id(1)

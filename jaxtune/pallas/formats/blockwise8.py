@@ -63,8 +63,8 @@ def upper_bounds(signed: bool) -> np.ndarray:
 
 @functools.cache
 def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
-    """(a, b, last) of each of the 7 decades, ascending: floor(min(a x + b, last)) is the index of the magnitude nearest
-    to x, or one less. b is a quarter of an interval too low, so rounding errors never make it two off.
+    """(a, b, last) of each of the 7 decades: floor(min(a x + b, last)) is the index of the magnitude nearest to x, or
+    one less.
     """
     decades, first = [], 1  # 0 has index 0
     for decade in range(_DECADES):

@@ -16,9 +16,7 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _rounded_quotient(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
-    """The float32 nearest to x / y; `quotient` may be a few units in the last place off, and is returned where not
-    normal. A function of its own so that a test can pass quotients that are off.
-    """
+    """The float32 nearest to x / y; `quotient` may be a few units in the last place off."""
 
     def fields(value):  # value = mantissa * 2^(exponent - 150)
         bits = jax.lax.bitcast_convert_type(value, jnp.uint32)

@@ -137,8 +137,6 @@ class FourBit(Stored):
     def piece(self, index: int, start: int, rows: int) -> Self:
         """As Stored.piece, for rows that are whole blocks of 64. The absmax stay quantised if the rows begin and end
         with whole groups of 256 blocks; otherwise the result has float32 absmax.
-
-          index: the expert. start: its first row.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
@@ -338,12 +336,7 @@ class BitsAndBytes(Layout):
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
-        """As Layout.describe, with a _State as `details`. ValueError, too, for a quant_state that is damaged or names a
-        type, dtype or block sizes that are not supported.
-
-          name: the weight's name in the model. tensors: {key: header}. read: key -> the tensor's bytes; only of
-          quant_state.
-        """
+        """As Layout.describe, with a _State as `details`. ValueError, too, for a damaged or unsupported quant_state."""
         codes = tensors.get(self.codes)
         if codes is None:
             header = next(iter(tensors.values()))
@@ -389,8 +382,6 @@ class BitsAndBytes(Layout):
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> FourBit:
         """As Layout.read; dtype_name is not used, because quant_state has the dtype. ValueError if quant_map is not the
         type's table.
-
-          arrays: {key: array}.
         """
         state = weight.details
         assert isinstance(state, _State)
@@ -456,10 +447,7 @@ class BitsAndBytes(Layout):
         return entries
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """As Layout.config; the first weight decides the type that the entry names and whether absmax are quantised.
-
-        plain: names of unquantised linears. dtype: the compute dtype.
-        """
+        """As Layout.config; the first weight decides the type that the entry names and whether absmax are quantised."""
         first = weights[0]
         assert isinstance(first, FourBit)
         return {

@@ -240,8 +240,6 @@ class FP8Files(Layout):
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
         """As Layout.describe, from headers alone: `details` is the block, which follows from the key and the shape of
         the scales. ValueError unless there is exactly one fitting tensor of scales and the codes are a matrix.
-
-          name: the weight's name in the model. tensors: {key: header}. read: not used.
         """
         codes = tensors[self.codes]
         keys = [key for key in self.scale_keys if key in tensors]
@@ -266,10 +264,7 @@ class FP8Files(Layout):
         return FoundWeight(name, tensors, codes.shape, block)
 
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> FP8:
-        """As Layout.read. ValueError for a scale that is out of range in `dtype_name` (`_check_scales`).
-
-        arrays: {key: array}. dtype_name: the compute dtype.
-        """
+        """As Layout.read. ValueError for a scale that is out of range in `dtype_name` (`_check_scales`)."""
         codes, (key,) = arrays[self.codes], [key for key in self.scale_keys if key in arrays]
         block: Any = weight.details
         _check_scales(weight.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
@@ -306,8 +301,6 @@ class FP8Files(Layout):
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
         """As Layout.config: the entry of `quant_method: fp8` if the first weight's scales are for 128 x 128 numbers,
         else of compressed-tensors.
-
-          plain: names of unquantised linears. dtype: not used.
         """
         first = weights[0]
         assert isinstance(first, FP8)
@@ -337,10 +330,8 @@ class FP8Files(Layout):
 
 
 def _check_group(where: str, group: Any) -> None:
-    """Raises ValueError unless an entry of compressed-tensors' config_groups describes weights that can be read:
-    symmetric floats of 8 bits, with activation scales, if any, computed while serving.
-
-      where: the entry's path in quantization_config, for the message.
+    """ValueError unless an entry of config_groups describes symmetric floats of 8 bits, with scales computed while
+    serving.
     """
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     rules: list[tuple[str, Any, tuple]] = [
@@ -359,12 +350,8 @@ def _check_group(where: str, group: Any) -> None:
 
 
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
-    """Raises ValueError if a finite scale is out of range, as in a damaged file: negative, below 2^-126 (0 is allowed
-    if the block's codes are all 0), or so large that 448 times it is not finite in `dtype_name`. The loader refuses
-    scales that are not finite.
-
-      scales: float32, in the file's shape.
-      codes: float8_e4m3fn[out, in].
+    """ValueError for a finite scale, float32 in the file's shape, that is negative, below 2^-126 or too large for
+    `dtype_name`.
     """
     largest_scale = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
     wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= largest_scale))

@@ -91,9 +91,7 @@ class Int8(Stored):
 
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(codes int8[..., out, in], absmax float32[..., out]). A row is rounded to float16 unless a number is beyond its
-    range.
-    """
+    """(codes int8[..., out, in], absmax float32[..., out], rounded to float16 within its range)."""
     exact = array.astype(jnp.float32)
     half = as_float16(exact)  # bitsandbytes quantises weights that were rounded so
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
@@ -127,10 +125,7 @@ class LLMInt8(Layout):
         return super().claims(tensors) and any(key in tensors for key in self.scale_keys)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
-        """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order.
-
-        name: the weight's name in the model. tensors: {key: header}. read: key -> the tensor's bytes.
-        """
+        """As Layout.describe. ValueError, too, for codes that are no matrix or not in row-major order."""
         codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.scale_keys))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
@@ -147,10 +142,7 @@ class LLMInt8(Layout):
         return FoundWeight(name, tensors, codes.shape)
 
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> Int8:
-        """As Layout.read. ValueError for a negative absmax.
-
-        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
-        """
+        """As Layout.read. ValueError for a negative absmax."""
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{weight.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")

@@ -141,11 +141,7 @@ class MXFP4(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """Exact if the dtype can represent the numbers; infinite beyond float32's range; zero below 2^-126.
-
-        A scale of 255 (NaN in e8m0) makes numbers infinite whose codes stand for 1 or more; layouts refuse it in
-        `read`. A number's bits are assembled without a table or a power: its exponent is the sum of code's and scale's.
-        """
+        """Exact if the dtype can represent the numbers; infinite beyond float32's range; zero below 2^-126."""
         with jax.named_scope("dequantise"):
             nibbles = unpacked(self.codes).astype(jnp.int32).reshape(*self.scales.shape, BLOCK)
             size, sign = nibbles & 7, nibbles >> 3 << 31
@@ -230,10 +226,7 @@ class Published(Layout):
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
-        """As Layout.describe, from headers alone. ValueError for scales that are missing or do not fit the blocks.
-
-        name: the weight's name in the model. tensors: {key: header}, "_blocks" among them. read: not used.
-        """
+        """As Layout.describe, from headers alone. ValueError for scales that are missing or do not fit the blocks."""
         blocks, scales = (tensors.get(key) for key in ("_blocks", "_scales"))
         assert blocks is not None
         where = f"{blocks.file}: {name}"
@@ -246,10 +239,7 @@ class Published(Layout):
         return FoundWeight(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """As Layout.read: the result is `swapped`. ValueError for a scale of 255, NaN in e8m0.
-
-        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
-        """
+        """As Layout.read: the result is `swapped`. ValueError for a scale of 255, NaN in e8m0."""
         scales = _checked_scales(weight, "_scales", arrays)
         leaves: list = [arrays["_blocks"].reshape(*scales.shape[:-1], -1), scales]
         return MXFP4(*leaves, dtype_name=dtype_name, swapped=True)
@@ -317,10 +307,7 @@ class CompressedTensors(Layout):
         return super().claims(tensors) and (scales is None or scales.dtype == "U8")
 
     def describe(self, name: str, tensors: Headers, read: Read) -> FoundWeight:
-        """As Layout.describe, from headers alone. ValueError for scales that are missing or do not fit the codes.
-
-        name: the weight's name in the model. tensors: {key: header}. read: not used.
-        """
+        """As Layout.describe, from headers alone. ValueError for scales that are missing or do not fit the codes."""
         codes, scales = tensors[self.codes], tensors.get(".weight_scale")
         expected = [codes.shape[0], 2 * codes.shape[1] // BLOCK] if len(codes.shape) == 2 else None
         if scales is None or expected is None or list(scales.shape) != expected or 2 * codes.shape[1] % BLOCK:
@@ -332,10 +319,7 @@ class CompressedTensors(Layout):
         return FoundWeight(name, tensors, (codes.shape[0], 2 * codes.shape[1]))
 
     def read(self, weight: FoundWeight, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """As Layout.read. ValueError for a scale of 255, NaN in e8m0.
-
-        arrays: {key: array}. dtype_name: to which the weight is decoded by default.
-        """
+        """As Layout.read. ValueError for a scale of 255, NaN in e8m0."""
         leaves: list = [arrays[self.codes], _checked_scales(weight, ".weight_scale", arrays)]
         return MXFP4(*leaves, dtype_name=dtype_name)
 
@@ -347,10 +331,7 @@ class CompressedTensors(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """As Layout.config, with activations in 16 bits; `rounding_activations` changes that.
-
-        plain: names of unquantised linears. weights, dtype: see Layout.config.
-        """
+        """As Layout.config, with activations in 16 bits; `rounding_activations` changes that."""
         group = {
             "targets": ["Linear"],
             "weights": _NUMBER | {"dynamic": False},

@@ -189,8 +189,6 @@ class NVFP4(Stored):
     def piece(self, index: int, start: int, rows: int) -> Self:
         """As Stored.piece, with the tensor and input scales of the first row, [1, 1]: rows that are written as one
         matrix were quantised with one scale.
-
-          index: the expert. start, rows: its first row, and how many; whole blocks.
         """
         matrix = super().piece(index, start, rows)
         input_scale = None if matrix.input_scale is None else matrix.input_scale[:1]
@@ -232,8 +230,9 @@ def _rounded(value: jax.Array, dtype) -> jax.Array:
 
 @jax.jit
 def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
-    """Quantises [..., out, in], whose rows are whole blocks. tensor_scale: float32[..., 1, 1], and scales of blocks
-    follow from their largest magnitudes; None: from the largest of all, and scales of blocks are `_fitted`.
+    """Quantises [..., out, in], whose rows are whole blocks.
+
+    tensor_scale: float32[..., 1, 1]; None: from the largest number, and scales of blocks are `_fitted`.
     """
     wide, fitted = array.astype(jnp.float32), tensor_scale is None
     if tensor_scale is None:
@@ -256,10 +255,8 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
 def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
     """For each block its scale or the larger one, of `_STEPS`, with the least sum of squared errors.
 
-    The largest scale stays, with the tensor's largest number, from which the tensor's scale follows; so does NaN.
-
-      sizes: float32[..., out, in / 16, 16], the magnitudes of numbers.
-      scales: float8_e4m3fn[..., out, in / 16], that map the largest number of each block to 6.
+    sizes: float32[..., out, in / 16, 16], the magnitudes of numbers.
+    scales: float8_e4m3fn[..., out, in / 16], that map the largest number of each block to 6.
     """
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
 
@@ -284,10 +281,7 @@ def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax
 
 
 class _Files(Layout):
-    """What both layouts share: they differ in the names of tensors, in the shape of the tensor's scale, and in whether
-    scales are divided or multiplied by it. `scale_keys` are, in this order, the keys of the blocks' scales, of the
-    tensor's scale, and of the scale of activations, which may be missing.
-    """
+    """What both layouts share; `scale_keys`: of the blocks' scales, the tensor's, and that of activations."""
 
     divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)
     scalar: tuple[int, ...]  # the shape of the tensor's scale in files that are written, (1,) or ()
@@ -370,10 +364,7 @@ class CompressedTensors(_Files):
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """As Layout.config; activations are quantised if every weight has a scale of activations.
-
-        plain: names of unquantised linears. dtype: the compute dtype.
-        """
+        """As Layout.config; activations are quantised if every weight has a scale of activations."""
         number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
         number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
@@ -418,10 +409,7 @@ class ModelOpt(_Files):
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """As Layout.config; quant_algo says that activations are quantised if every weight has a scale of them.
-
-        plain: names of unquantised linears. dtype: the compute dtype.
-        """
+        """As Layout.config; quant_algo says that activations are quantised if every weight has a scale of them."""
         number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
         group: Config = {"input_activations": number} if inputs else {}

@@ -21,10 +21,7 @@ MOST = 2**32  # arrays of this number of elements or more are refused
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """Why the kernel cannot compute a call on this GPU, or None. size: elements of an array.
-
-    dtype: of all three arrays. activation: a key of ACTIVATIONS.
-    """
+    """Why the kernel cannot compute a call on this GPU, or None. size: elements of an array."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     reason = unsupported(dtype, size, activation)
@@ -51,9 +48,7 @@ def unsupported(dtype, size: int, activation: str) -> str | None:
 
 
 def _sigmoid(z):
-    """Sigmoid of float32 z as the square of 1 / sqrt(1 + exp(-z)), as Pallas has no approximate division; its error is
-    2^-21.
-    """
+    """Sigmoid of float32 z as the square of 1 / sqrt(1 + exp(-z)), with an error of 2^-21."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
@@ -77,9 +72,7 @@ def _results(values, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK], by the results; a program is a warpgroup and computes one
-    chunk.
-    """
+    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK], by the results, a chunk a warpgroup."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")
@@ -89,12 +82,7 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """As api.gated_backward: (activation(gate) * up, gradients of gate and up), with float32 inside. XLA copies
-    arguments first that something else reads.
-
-    gate, up, dgated: bfloat16 of one shape, a multiple of 1,024 elements; dgated: gradient of activation(gate) * up.
-    activation: "silu" or "gelu_tanh".
-    """
+    """As api.gated_backward, in place, for bfloat16 and a multiple of 1,024 elements."""
     refs = [jax.new_ref(array.reshape(-1, CHUNK)) for array in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),

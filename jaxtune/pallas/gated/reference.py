@@ -49,10 +49,7 @@ def thin_product(left, right, contract: tuple[int, int], dtype) -> jax.Array:
 
 
 def gated_thin(gate, up, a, activation: str):
-    """As thin.gated_thin: (activation(gate) * up, that times a^T).
-
-    gate, up: [tokens, I]. a: float[r, I], rounded to gate's dtype. activation: a key of ACTIVATIONS.
-    """
+    """As thin.gated_thin: (activation(gate) * up, that times a^T)."""
     gated, a = activated(gate, up, activation), a.astype(gate.dtype)
     if one_order.is_exact():
         return gated, one_order.adapted(gated, a)
@@ -60,11 +57,7 @@ def gated_thin(gate, up, a, activation: str):
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str):
-    """As thin.gated_thin_backward: (gradient of gate, of up, float32[r, I] of A).
-
-    gate, up: [tokens, I]. dgated: gradient of activation(gate) * up. dinner: [tokens, r], of the low-rank input.
-    activation: a key of ACTIVATIONS.
-    """
+    """As thin.gated_thin_backward: (gradient of gate, of up, float32[r, I] of A)."""
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)
     return dgate, dup, thin_product(dinner, gated, (0, 0), jnp.float32)
 
@@ -104,9 +97,6 @@ def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Arr
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
-    """As api.gated_rows_backward: (weighted inner rows, gradients of gate_up and of weights).
-
-    gate_up: [rows, 2 I]. weights: float32[rows], the router's. dgated: [rows, I], of the weighted inner rows.
-    """
+    """As api.gated_rows_backward: (weighted inner rows, gradients of gate_up and of weights)."""
     gated, pullback = jax.vjp(lambda gate_up, weights: gated_rows(gate_up, weights, gate), gate_up, weights)
     return gated, *pullback(dgated)

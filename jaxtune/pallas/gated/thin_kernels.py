@@ -11,9 +11,7 @@ from jaxtune.pallas.triton_parts import INTERPRETED, inverse_of, larger, scale_o
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
-    """Rounds float32 to DTYPE, two numbers an instruction; the compiler would round one by one what is also needed in
-    float32.
-    """
+    """Rounds float32 to DTYPE, two numbers an instruction."""
     if INTERPRETED or tl.float16 == DTYPE:
         return x.to(DTYPE)
     two: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
@@ -22,11 +20,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _store_rounded(x, codes, scales, code_offsets, real, scale_offsets, row_mask):
-    """Rounds a tile x [BLOCK, 128] of 16 bits to e4m3, each row by its own scale (scale_of).
-
-    code_offsets, real: of each number's code, where to write and whether.
-    scale_offsets, row_mask: [BLOCK, 1], the same of each row's scale.
-    """
+    """Rounds a tile x [BLOCK, 128] of 16 bits to e4m3, each row by its own scale (scale_of)."""
     x32 = x.to(tl.float32)
     scale = scale_of(tl.reduce(tl.abs(x32), 1, larger, keep_dims=True))
     tl.store(scales + scale_offsets, scale, mask=row_mask)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.gated.triton import ACTIVATIONS
+from jaxtune.pallas.ranges import ranges_of
 
 _LARGEST_RANK = 32
 
@@ -46,10 +47,7 @@ def rounded_tile() -> Tile:
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:
-    """Why the kernels cannot compute a call, or None; it may run their check at first use. rank: of the adapter.
-
-    gate: [tokens, size], array or shape. activation: a key of ACTIVATIONS.
-    """
+    """Why the kernels cannot compute a call, or None; it may run their check at first use."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -137,12 +135,7 @@ def gated_thin(gate, up, a, activation: str, result: str) -> tuple[jax.Array, ..
 
 
 def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As thin.gated_thin_backward: (gradients of gate and up, float32[r, I] of A). XLA copies gate and up first if
-    something else reads them.
-
-    gate, up, dgated: [tokens, I] of 16 bits; dgated: gradient of activation(gate) * up.
-    dinner: [tokens, r], gradient of the low-rank input. activation: "silu" or "gelu_tanh".
-    """
+    """As thin.gated_thin_backward, in place, for 16 bits."""
     from jaxtune.pallas.gated import thin_kernels
 
     (tokens, size), rank = gate.shape, dinner.shape[1]
@@ -170,10 +163,8 @@ def gated_thin_backward(gate, up, dgated, dinner, activation: str) -> tuple[jax.
 
 
 def _divided(tokens: int, size: int, shape: Tile) -> tuple[int, int, int]:
-    tiles, blocks = -(-tokens // shape.rows), -(-size // shape.columns)
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // blocks))
-    steps = -(-tiles // ranges)
-    return blocks, -(-tiles // steps), steps
+    blocks = -(-size // shape.columns)
+    return blocks, *ranges_of(-(-tokens // shape.rows), blocks, shape.programs)
 
 
 def rounded_gradients(

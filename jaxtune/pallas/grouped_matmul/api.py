@@ -146,11 +146,10 @@ def pads_rank(implementation: str) -> bool:
 
 
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
-    """x W, plus the adapter's product: [rows, n] in x's dtype. A quantised weight is decoded once x is computed and not
-    earlier, so that XLA keeps no decoded weights; or it is multiplied undecoded.
+    """x W, plus the adapter's product: [rows, n] in x's dtype, without a decoded weight that outlives it.
 
-      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
-      extra: None, or the adapter's (u [rows, r], scaled already; l [E, n, r] or [E, r, n]).
+    weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
+    extra: None, or the adapter's (u [rows, r], scaled already; l [E, n, r] or [E, r, n]).
     """
     implementation = static.implementation
     if static.fp8:
@@ -164,9 +163,7 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """x times one side of an adapter, unscaled: [rows, n], n being the rank. A Mosaic implementation pads n with zero
-    columns to a multiple of 64, as the next product's kernel needs it.
-    """
+    """x times one side of an adapter, unscaled: [rows, n], with Mosaic padded to a multiple of 64."""
     if implementation in _MOSAIC:
         return mosaic.thin(x, weight, groups, contract, tokens)
     return reference.thin(x, weight, groups, contract)
@@ -187,8 +184,7 @@ def contracted(thin, wide, groups, rank, implementation, tokens):
 
 def _thin_pair(dout, b, inner, groups, implementation, tokens):
     """(dout b [rows, r] as of `_thin`, the gradient of B float32[E, out, r]: dout^T inner summed over each expert's
-    rows). One kernel computes both if the rows are sorted; gathered from tokens, dout is k times as small, and reading
-    it twice costs little.
+    rows).
     """
     if implementation in _MOSAIC and tokens is None and thin_pair.refusal(dout, b) is None:
         return thin_pair.thin_pair(dout, b, inner, groups)
@@ -209,9 +205,7 @@ def _grouped(x, weight, lora, groups, static: Static):
 
 
 def _with_bias(u, b, bias):
-    """(u, b) with the biases in their last column, which is padding: one in u, the bias in b. The product then adds
-    biases before it rounds, without a pass over its result.
-    """
+    """(u, b) with the biases in their last column: one in u, the bias in b, so that the product adds them."""
     last = jnp.arange(u.shape[1]) == u.shape[1] - 1
     b = jnp.pad(b.astype(u.dtype), ((0, 0), (0, 0), (0, u.shape[1] - b.shape[2])))
     return jnp.where(last, jnp.ones((), u.dtype), u), jnp.where(last, bias[:, :, None], b)

@@ -22,13 +22,11 @@ _TOKENS = 150
 
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
-    """The reason why this GPU must not run `product` (an error, or a difference from reference.product); None if it
-    agrees or nothing is compared, as without a GPU.
+    """Why this GPU must not run `product` (an error, or a difference from reference.product), or None.
 
-      product: as reference.product; if `gathering`, with another argument, tokens.
-      weight: a quantised weight, whose format a random weight gets; None: an array.
-      gathering: also compare rows gathered from tokens, and narrow products.
-      name: of the kernel, for messages and the store of passes.
+    product: as reference.product; if `gathering`, with another argument, tokens.
+    weight: a quantised weight, whose format a random weight gets; None: an array.
+    gathering: also compare rows gathered from tokens, and narrow products.
     """
 
     def compare():

@@ -66,9 +66,7 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(factors float32[E, K] of the rows, or None; scales of the sums, or None). Scales of 128 x 128 numbers are always
-    scales, [E, ceil(n / 128), ceil(K / 128)]; others are scales [E, n] for contract = 2, factors for 1.
-    """
+    """(factors float32[E, K] of the rows, or None; scales of the sums, or None)."""
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
         return None, scales if contract == 2 else scales.mT
@@ -77,8 +75,8 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
-    """(codes e4m3[rows, K], float32 scales [rows, 1], or [rows, ceil(K / 128)] with `blocks`), in plain JAX, of the
-    rows times their expert's `factors` float32[E, K].
+    """(codes e4m3[rows, K], float32 scales [rows, 1] or [rows, ceil(K / 128)]) of the rows times their expert's
+    `factors`.
     """
     rows = reference.rows_of(x, tokens)
     if factors is not None:
@@ -88,9 +86,7 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
-    """`product` in plain JAX. The decoded values of rounded rows are multiplied by the decoded weight, or by its codes
-    alone if its scales are factors of the rows.
-    """
+    """`product` in plain JAX."""
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         codes, scale = _rounded(x, factors, groups, tokens, blocks)
@@ -137,9 +133,7 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
-    """The reason why this GPU must not run an FP8 kernel, or None. whole_steps: whether 128 divides the summed axis;
-    otherwise the kernel's steps are shorter, in another layout.
-    """
+    """The reason why this GPU must not run an FP8 kernel, or None; whole_steps: whether 128 divides the summed axis."""
     padded_rank = fp8_mosaic.padded_rank(rank) if rank else 0
     sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole_steps else (4, 576, 960), 150
 

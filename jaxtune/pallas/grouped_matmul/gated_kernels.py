@@ -8,9 +8,7 @@ from jaxtune.pallas.gated.kernels import clipped, row_gradients, share_of
 
 @triton.jit
 def _loaded(gate_up, number, inside, start, SIZE: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """COLUMNS columns of gate and of up in float32, of the rows `number` [BLOCK, 1] of gate_up [., 2 SIZE]; zeros where
-    `inside` is false or a column is past the end.
-    """
+    """COLUMNS columns of gate and up in float32, of rows `number` [BLOCK, 1] of gate_up [., 2 SIZE]; zeros outside."""
     columns = start + tl.arange(0, COLUMNS)[None, :]
     real = inside & (columns < SIZE)
     if INTERLEAVED:

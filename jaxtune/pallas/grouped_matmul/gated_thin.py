@@ -37,9 +37,7 @@ _INTERLEAVED = Tile(rows=32, columns=32, warps=2, stages=4)  # of the backward, 
 
 
 def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
-    """The reason why the kernels cannot compute a call (gate_up [rows, 2 I]), or differ from plain JAX; None if they
-    can. rank: of the adapter.
-    """
+    """Why the kernels cannot compute a call (gate_up [rows, 2 I]), or differ from plain JAX, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -85,9 +83,7 @@ def _first_use(dtype, gate: RowGate, rank: int) -> str | None:
 
 
 def _both(gate_up, weights, a, dgated, dinner, groups: Groups, gate: RowGate):
-    """Results of both operations; rows of gate_up's gradient that no expert has are zero, where the kernel does not
-    write.
-    """
+    """Results of both operations; zero in rows of gate_up's gradient that no expert has."""
     inner = gated_rows_thin(gate_up, weights, a, groups, gate)
     dgate_up, *gradients = gated_rows_thin_backward(gate_up, weights, dgated, dinner, a.shape[1], groups, gate)
     inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
@@ -199,8 +195,8 @@ def gated_rows_thin_backward(
 
 
 def _chunks(groups: Groups) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divides each expert's tiles into chunks of at most _CHUNK: (int32[E + 1], each expert's first chunk and the chunk
-    after the last; each chunk's first row; its rows that are not empty). There are as many as any sizes can need.
+    """Divides each expert's tiles into chunks: (int32[E + 1], first chunks; each chunk's first row; its rows that are
+    not empty).
     """
     chunk_rows = _CHUNK * groups.tile_rows
     count = -(-groups.sizes // chunk_rows)

@@ -42,9 +42,7 @@ _TILE = 8 * 128  # bytes of a tile
 
 
 def _layout(rows: int):
-    """The layout of `rows` indices, int32[8 rows]: the eight lanes that copy a row each need its index. Lane t has
-    those of the rows t // 8 + 16 i.
-    """
+    """The layout of `rows` indices, int32[8 rows]: lane t has those of the rows t // 8 + 16 i."""
     return plgpu.Layout.WG_STRIDED((8 * rows,), rows // _EVERY)
 
 

@@ -34,9 +34,7 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class _Registers:
-    """Registers of each thread of a warpgroup, by its task: products need more than copies. All threads' add up to
-    64,512 of the multiprocessor's 65,536.
-    """
+    """Registers of each thread of a warpgroup, by its task; all threads' add up to at most 64,512."""
 
     memory: int  # of a thread of the warpgroup that loads
     compute: int  # of a thread of the two warpgroups that multiply
@@ -73,12 +71,7 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None; it does not
-    check results. Both sizes must fit: the forward sums over one, the rows' gradient over the other.
-
-      tile_rows: rows of the groups' tiles.
-      dtype: of the rows, bfloat16 or float16.
-    """
+    """Why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None, in both directions."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -144,12 +137,12 @@ def _kernel(
     decoder: Decoder | None,
     packed: int,
 ):
-    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert of each tile]; W and L are [E, N, K]
-    and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1).
+    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert of each tile].
 
-      x_ref: the sorted rows, or the tokens [T, K] if `gathered`.
-      refs: the token of each row if `gathered`; u and L if `with_extra`; W, or the `packed` arrays of a decoder; out;
-      with a decoder the buffer for W; scratch memory.
+    W and L are [E, N, K] and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1).
+    x_ref: the sorted rows, or the tokens [T, K] if `gathered`.
+    refs: the token of each row if `gathered`; u and L if `with_extra`; W, or the `packed` arrays of a decoder; out;
+    with a decoder the buffer for W; scratch memory.
     """
     if gathered:
         tokens_ref, *refs = refs
@@ -180,9 +173,7 @@ def _kernel(
         return persistent.tile_position(program + index * programs, row_tiles, column_tiles, blocks.band)
 
     def tile_of(index):
-        """An item's tile of rows, to read of it an item early, as that takes as long as two steps; any item's if there
-        is none.
-        """
+        """An item's tile of rows, to read of it an item early; any item's if there is none."""
         return jnp.clip(item_place(jnp.minimum(index, item_count - 1))[0], 0, row_tiles - 1)
 
     def columns_of(column_tile):

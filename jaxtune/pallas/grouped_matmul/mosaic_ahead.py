@@ -32,9 +32,7 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 
 
 def refusal(weight: Stored) -> str | None:
-    """The reason why a quantised `weight` [E, ., .] cannot be decoded in the kernel, or None; mosaic.refusal asks for
-    GPU and sizes.
-    """
+    """Why a quantised `weight` [E, ., .] cannot be decoded in the kernel, or None."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     expert_size = weight.size // weight.shape[0]

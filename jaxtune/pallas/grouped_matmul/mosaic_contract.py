@@ -37,11 +37,10 @@ _MEMORY_REGISTERS, _COMPUTE_REGISTERS = 40, 232
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool):
-    """out float32[E, r, n]: thin^T wide over the rows of the tiles from bounds_ref[e] to before bounds_ref[e + 1],
-    empty rows included. Warpgroup 0 multiplies, warpgroup 1 loads.
+    """out float32[E, r, n]: thin^T wide over the rows of the tiles from bounds_ref[e] to before bounds_ref[e + 1].
 
-      thin_ref: [rows, R], R a multiple of 64. r is R, or for an R of 64 perhaps less.
-      refs: the token of each row if `gathered`; out; shared memory and barriers.
+    thin_ref: [rows, R], R a multiple of 64. r is R, or for an R of 64 perhaps less.
+    refs: the token of each row if `gathered`; out; shared memory and barriers.
     """
     if gathered:
         tokens_ref, *refs = refs
@@ -200,12 +199,10 @@ def _weight_kernel(
     *,
     programs: int,
 ):
-    """out [E, p, q]: left^T right over each expert's rows, in whole steps of 64, which also read the empty rows that
-    follow. The last warpgroup loads, the one or two before it multiply. Tiles need not divide p and q: the last
-    overlaps the one before, and both store the same numbers.
+    """out [E, p, q]: left^T right over each expert's rows, in whole steps of 64; the last tile overlaps the one before.
 
-      left_ref, right_ref: [rows, p] and [rows, q], 16 bits, p and q multiples of 64.
-      starts_ref, sizes_ref: int32[E], first row (a multiple of 64) and number of rows without empty ones.
+    left_ref, right_ref: [rows, p] and [rows, q], 16 bits, p and q multiples of 64.
+    starts_ref, sizes_ref: int32[E], first row (a multiple of 64) and number of rows without empty ones.
     """
     stages, warpgroups, *_ = left_smem.shape
     columns = right_smem.shape[2]
@@ -231,9 +228,7 @@ def _weight_kernel(
         )
 
     def rows_of(index):
-        """(first row, steps) of an item's expert, to read them an item early, as that takes as long as two steps; any
-        expert's if there is no item.
-        """
+        """(first row, steps) of an item's expert, to read them an item early; any expert's if there is none."""
         expert = jnp.clip(place(jnp.minimum(index, item_count - 1))[0], 0, experts - 1)
         return starts_ref[expert], lax.div(sizes_ref[expert] + (_STEP - 1), jnp.int32(_STEP))
 
@@ -309,9 +304,7 @@ def _weight_kernel(
 
 
 def _weight_columns(size: int, dtype) -> int:
-    """The columns of an item, with which the fewest columns are multiplied twice; of equal ones the widest. A tile
-    takes shared memory, by the result's dtype. size: columns of the right side.
-    """
+    """The columns of an item, with which the fewest are multiplied twice; of equal ones the widest."""
     fitting = [columns for columns in _WEIGHT_STAGES[jnp.dtype(dtype).itemsize] if columns <= size]
     wide = [columns for columns in fitting if columns >= _NARROW] or fitting[:1]
     return min(wide, key=lambda columns: -(-size // columns) * columns)
@@ -347,9 +340,7 @@ def weight_gradient(left: jax.Array, right: jax.Array, groups: Groups, dtype) ->
 
 
 def refusal(dtype) -> str | None:
-    """The reason why this GPU must not run contract_rows in this dtype; None if it may or nothing is compared, as
-    without a GPU. It does not ask which GPU there is.
-    """
+    """Why this GPU must not run contract_rows in this dtype, or None."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

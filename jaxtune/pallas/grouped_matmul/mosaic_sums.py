@@ -25,7 +25,7 @@ _RUNS = (1024, 512)  # numbers of a program: two 16-byte loads of each thread, o
 
 def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
     """out_ref float32[E, n]: for each expert the sum of values_ref [tiles, n] from bounds_ref[e] to before bounds_ref[e
-    + 1]. A program, one warpgroup, sums `run` of the n columns for one expert.
+    + 1].
     """
     expert = lax.axis_index("expert")
     run_slice = pl.ds(lax.axis_index("run") * run, run)

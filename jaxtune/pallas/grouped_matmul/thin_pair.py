@@ -21,9 +21,7 @@ _LARGEST_RANK = _WIDTH = 16  # larger ranks write more than an eighth of the gra
 
 
 def refusal(dout, b) -> str | None:
-    """The reason why the kernel cannot compute a call (dout [rows, out], b [E, out, r]), or differs from plain JAX;
-    None if it can.
-    """
+    """Why the kernel cannot compute a call (dout [rows, out], b [E, out, r]), or differs from plain JAX, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

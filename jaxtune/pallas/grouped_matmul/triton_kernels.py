@@ -16,10 +16,8 @@ def _right_block(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A block [STEP, COLUMNS] of one expert's weight or side of an adapter, [OUTER, INNER] if INNER_LAST, else [INNER,
-    OUTER]; zeros outside. Unmasked if STEP and COLUMNS divide the sizes: then nothing may be outside.
-
-      along, columns: int32[STEP], int32[COLUMNS], runs that begin at a multiple of their length.
+    """A block [STEP, COLUMNS] of one expert's matrix, [OUTER, INNER] if INNER_LAST, else [INNER,
+    OUTER]; zeros outside.
     """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if INNER_LAST:
@@ -34,9 +32,7 @@ def _right_block(
 
 @triton.jit
 def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
-    """A block [ROWS, STEP] of x [., INNER], zeros from column INNER on. along: int32[STEP], a run that begins at a
-    multiple of STEP.
-    """
+    """A block [ROWS, STEP] of x [., INNER], zeros from column INNER on."""
     offsets = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
         return tl.load(x + offsets)

@@ -19,11 +19,7 @@ CHUNK_LOGITS = 1 << 27  # the number of logits that exist at a time by default
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
-    """float32[], the sum of weights * losses. Its forward rule computes the gradients, because the logits exist only
-    there.
-
-      static: the options of `_checked`.
-    """
+    """float32[], the sum of weights * losses."""
     # One sum over all tokens, so that it does not depend on the chunks.
     return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses).sum()
 
@@ -52,10 +48,7 @@ def _token_losses(hidden, head, targets, weights, static):
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
-    """With a frozen head, residuals are each token's gradient of its own hidden state, and the unweighted losses. If
-    the head trains they are the arguments, and the backward computes the logits again: the head's gradient is a sum
-    over tokens whose factors, the incoming gradients, are not known yet.
-    """
+    """With a frozen head, residuals are each token's gradient and loss; else the arguments."""
     if dict(static)[
         "head_gradient"
     ]:  # the head's gradient is a sum over tokens whose factors are known in the backward only
@@ -96,9 +89,7 @@ def _log_probs_fwd(hidden, head, targets, static):
 
 
 def _log_probs_bwd(static, residuals, gradients):
-    """Gradients of hidden and head (None if frozen); `gradients` are those of log-probabilities and entropies, the
-    second ignored.
-    """
+    """Gradients of hidden and head (None if frozen); `gradients` are those of log-probabilities and entropies."""
     dlogps, _ = gradients
     if dict(static)["head_gradient"]:
         hidden, head, targets = residuals
@@ -118,9 +109,7 @@ def _log_probs_and_entropies(hidden, head, targets, static):
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
-    """The logits are computed again, also for a frozen head: a token's gradient has a term for each incoming gradient,
-    and these are known only here.
-    """
+    """The logits are computed again, as a token's gradient has a term for each incoming gradient."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     options = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **options)
@@ -247,10 +236,8 @@ def _checked(
     chunk_tokens,
     temperature=1.0,
 ):
-    """Checks a public function's arguments, and returns the options as a hashable tuple of pairs, keyword arguments of
-    reference.forward, with chunk_length in place of chunk_tokens.
-
-      weights: None for linear_log_probs.
+    """Checks a public function's arguments; returns the keyword arguments of reference.forward as a hashable tuple of
+    pairs.
     """
     check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)

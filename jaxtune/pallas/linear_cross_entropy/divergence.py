@@ -65,11 +65,9 @@ def _chunk(
 ) -> Results:
     """Results of one chunk: divergences, and the student's entropies.
 
-    heads: (student's [V, D], teacher's [V, E]) in the dtypes of their hidden states, perhaps with rows of zeros at
-      the end; size: tokens of the vocabulary.
+    heads: (student's [V, D], teacher's [V, E]) in the dtypes of their hidden states; size: tokens of the vocabulary.
     own, others: (logit scale, soft cap) of student and teacher.
     weights: float32[B, t], multiply the gradients alone; divergences come unweighted.
-    beta, temperature: as in linear_divergence. gradients: False: none are computed.
     """
     head, teacher_head = heads
     logits, slope = logits_of(hidden, head, own[0], own[1], temperature)
@@ -97,9 +95,7 @@ def _chunk(
 
 
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
-    """Results of all tokens, chunk by chunk. teacher: (hidden [B, T, E], head [V, E]). options: own, others, beta,
-    temperature and head_gradient of `_chunk`.
-    """
+    """Results of all tokens, chunk by chunk. teacher: (hidden [B, T, E], head [V, E])."""
     teacher_hidden, teacher_head = teacher
     heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
     compute = functools.partial(_chunk, heads=heads, size=len(head), gradients=gradients, **options)

@@ -139,8 +139,8 @@ def _chunk(
     """Results of one chunk.
 
     head: [V, D] in hidden's dtype, perhaps with rows of zeros at its end; size: tokens of the vocabulary.
-    weights, entropy_weights: float32[B, t], factors in the sum whose gradients are computed. The latter may be None,
-      and counts only with `entropies`; z_loss must then be 0, or the gradient is wrong without an error.
+    weights, entropy_weights: float32[B, t], factors in the sum whose gradients are computed.
+      With the latter z_loss must be 0, or the gradient is wrong without an error.
     """
     exact_losses = None
     if one_order.is_exact():  # of the logits before the temperature, as the sampler has them

@@ -37,9 +37,7 @@ LEAST_REST = 1e-6
 
 
 def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """jax.lax.top_k, except for the choice among equal numbers. On a GPU that sorts everything. If V is at least 16 k,
-    this divides the last axis into groups: the k groups with the largest maxima contain the k largest.
-    """
+    """jax.lax.top_k, but for the choice among equal numbers; from V = 16 k on it sorts only the k best groups."""
     size = logits.shape[-1]
     width = math.isqrt(size // k)  # of a group; it makes the two sorts shortest
     if width < 4:
@@ -55,9 +53,7 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 @jax.vmap
 @jax.vmap
 def _put(row: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """A copy of `row` with `values` at `ids`; indices beyond the row are dropped. Mapped over rows and tokens ([B, t,
-    V], [B, t, k]), so that devices which divide the rows exchange nothing.
-    """
+    """A copy of `row` with `values` at `ids`, without indices beyond the row."""
     return row.at[ids].set(values, mode="drop")
 
 
@@ -65,8 +61,7 @@ def _outcomes(logits, ids, log_probs, size: int):
     """Both distributions over the k stored tokens and the bucket.
 
     Returns (student's log-probabilities float32[B, t, k + 1], bucket last, NOTHING for an outcome that does not exist;
-    the teacher's, whose bucket has at least LEAST_REST; ids with V in place of -1; float32[B, t, V], the student's
-    log-probabilities of tokens within the bucket, about NOTHING at stored tokens, meaningless without a bucket).
+    the teacher's; ids with V in place of -1; float32[B, t, V], the student's log-probabilities within the bucket).
 
       logits: float32[B, t, V], the student's after the temperature, NOTHING beyond `size`.
       ids: int32[B, t, k], -1 where unused. log_probs: float32[B, t, k], the teacher's.
@@ -93,7 +88,6 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
     ids, log_probs: int32 and float32[B, t, k], the teacher's.
     weights: float32[B, t], factors in the sum whose gradients are computed.
     head: [V, D] in hidden's dtype, perhaps with rows of zeros at its end; size: tokens of the vocabulary.
-    own: the student's (logit scale, soft cap).
     """
     logits, slope = logits_of(hidden, head, own[0], own[1], temperature)
     logits = masked_beyond(logits, size)
@@ -110,9 +104,7 @@ def _chunk(hidden, ids, log_probs, weights, *, head, own, size, beta, temperatur
 
 
 def _forward(hidden, head, teacher, weights, *, gradients, chunk_length, **options) -> Results:
-    """Results of all tokens, chunk by chunk. teacher: (ids, log-probabilities) [B, T, k]. options: own, beta,
-    temperature and head_gradient of `_chunk`.
-    """
+    """Results of all tokens, chunk by chunk. teacher: (ids, log-probabilities) [B, T, k]."""
     cast = filled_up(head.astype(hidden.dtype))
     compute = functools.partial(_chunk, head=cast, size=len(head), gradients=gradients, **options)
     padded_head = cast if gradients and options["head_gradient"] else None

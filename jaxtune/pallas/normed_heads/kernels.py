@@ -14,9 +14,7 @@ def _halves(array, offsets, real, HALF: tl.constexpr):
 
 @triton.jit
 def _factors(weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """A norm's factors for both halves of a head, float32[1, HALF] each: the weight [2 HALF] plus OFFSET with FLOAT32,
-    else rounded to DTYPE.
-    """
+    """A norm's factors for both halves of a head, float32[1, HALF] each: the weight [2 HALF] plus OFFSET."""
     half = tl.arange(0, HALF)[None, :]
     low = tl.load(weight + half)
     high = tl.load(weight + HALF + half)

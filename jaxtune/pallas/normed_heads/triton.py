@@ -26,10 +26,7 @@ FORWARD, BACKWARD = Tile(2048, 4, 1), Tile(1024, 2, 8)
 
 
 def refusal(x, weight, table) -> str | None:
-    """Why the kernels cannot compute a call, or None; it may run their check at first use. Arguments may be shapes.
-
-    x: [B, T, heads, D]. weight: [D]. table: (cos, sin), [B, T, rotary_dim / 2].
-    """
+    """Why the kernels cannot compute a call, or None; it may run their check at first use. Arguments may be shapes."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -71,11 +68,7 @@ def _first_use(dtype, weight_dtype, dim: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_heads(x, weight, cos, sin, eps: float, offset: float, float32: bool):
-    """As api.normed_heads: [B, T, heads, D], with cos and sin float32[B, T, D / 2].
-
-    x, weight: [B, T, heads, D] of 16 bits, [D].
-    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
-    """
+    """As api.normed_heads, for 16 bits, with cos and sin float32[B, T, D / 2]."""
     norm = eps, offset, float32
 
     def run(x, cos, sin, weight):

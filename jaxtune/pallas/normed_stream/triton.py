@@ -71,11 +71,7 @@ def _first_use(dtype, weight_dtype, size: int) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def normed_stream(x, weight, eps: float, offset: float, float32: bool):
-    """As api.normed_stream: (x, the normed x).
-
-    x, weight: [..., size] of 16 bits, [size].
-    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
-    """
+    """As api.normed_stream, for 16 bits."""
     return x, normed(x, weight, eps, offset, float32)
 
 
@@ -86,8 +82,8 @@ def _normed_stream_fwd(x, weight, eps, offset, float32):
 
 
 def _normed_stream_bwd(eps, offset, float32, residuals, gradients):
-    """(gradient of x, of weight or None where nothing reads it). `gradients` are (passed, dnormed), each like x or a
-    symbolic zero. XLA adds up the programs' shares of the weight's.
+    """(gradient of x, of weight or None where nothing reads it); `gradients`: (passed, dnormed), like x or symbolic
+    zeros.
     """
     x, weight, trained = residuals
     stream_gradient, dnormed = (None if _is_zero(gradient) else gradient for gradient in gradients)

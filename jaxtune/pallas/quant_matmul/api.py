@@ -18,7 +18,7 @@ from jaxtune.pallas.formats.four_bit import FourBit
 from jaxtune.pallas.formats.fp8 import ROW
 from jaxtune.pallas.quant_matmul import coded, fp8_product, mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.as_stored import product_of
-from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights
+from jaxtune.pallas.quant_matmul.lora_weights import LoraWeights, check_adapter
 
 # Implementations of decoding and of small products; products of many tokens use the vendor's GEMM.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
@@ -68,14 +68,9 @@ def quant_matmul(
     for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
         check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(Stored,))
         if lora is not None:
-            check.is_a(f"loras[{i}]", lora, LoraWeights, "a LoraWeights or None")
-            check.array(f"loras[{i}].a", lora.a, f"r_{i} in", FLOATS)
-            check.array(f"loras[{i}].b", lora.b, f"out_{i} r_{i}", FLOATS)
-            check.number(f"loras[{i}].scale", lora.scale)
+            check_adapter(check, i, lora, f"out_{i}")
             if lora.row_scale is not None:
                 check.array(f"loras[{i}].row_scale", lora.row_scale, f"out_{i}", FLOATS)
-            if lora.gate is not None:
-                check.array(f"loras[{i}].gate", lora.gate, f"... r_{i}", FLOATS)
         if bias is not None:
             check.array(f"biases[{i}]", bias, f"out_{i}", FLOATS)
     check.is_a("fp8", fp8, bool, "True or False")

@@ -129,9 +129,7 @@ def refusal(
     activation: str | None = None,
     loras: Sequence[LoraWeights | None] = (),
 ) -> str | None:
-    """Why `products` cannot multiply by these weights, of which all have the same `coding`, or None. dtype, tokens: of
-    x. activation: of the first weight's product, which multiplies the second's.
-    """
+    """Why `products` cannot multiply by these weights, of which all have the same `coding`, or None."""
     reason = "sums in one order" if one_order.is_exact() else compat.triton_refusal()
     if reason is not None:
         return reason

@@ -80,8 +80,8 @@ _NV_PTX, _MX_PTX, _QUOTIENT_PTX = map(gl.constexpr, (e2m1_ptx(True), e2m1_ptx(Fa
 
 @gluon.constexpr_function
 def _words_layout(ranges, rows, groups):
-    """[ranges, rows, groups, 4] words of four columns as a left operand has them: a warp has a range, and lane 4 q + t
-    word t of each group, of the rows q and q + 8 of each 16.
+    """[ranges, rows, groups, 4] words of four columns as a left operand: lane 4 q + t has word t of the rows q and q +
+    8.
     """
     return gl.DistributedLinearLayout(
         [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
@@ -95,9 +95,7 @@ def _words_layout(ranges, rows, groups):
 
 @gluon.constexpr_function
 def _scales_layout(ranges, rows, groups):
-    """[ranges, rows, groups] scales as they are computed, each once: a warp has a range, and lane 4 q + t the t-th
-    quarter of the groups, of the rows q and q + 8.
-    """
+    """[ranges, rows, groups] scales: lane 4 q + t has the t-th quarter of the groups, of the rows q and q + 8."""
     return gl.DistributedLinearLayout(
         [[0, 0, 1 << i] for i in range((groups // 4).bit_length() - 1)]
         + [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)],
@@ -135,7 +133,7 @@ def _rows_again(first, last):
 
 @gluon.jit
 def _decoded(words, factors, FORMAT: gl.constexpr, MMA: gl.constexpr):
-    """Left operand [ranges, rows, columns] of words [ranges, rows, groups, 4]. factors: float32[ranges, rows, 1 or
+    """Left operand [ranges, rows, columns] of words [ranges, rows, groups, 4], times factors [ranges, rows, 1 or
     groups, 1].
     """
     if FORMAT < _NVFP4:
@@ -167,8 +165,8 @@ def _decoded(words, factors, FORMAT: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _columns_of(x_ring, slot, TOKENS: gl.constexpr, MMA: gl.constexpr):
-    """Right operand [ranges, columns, TOKENS] of x's in shared memory, [ranges, TOKENS, columns], or [ranges, columns]
-    of a single row, which stands for all then. A lane has 4 columns that follow each other.
+    """Right operand [ranges, columns, TOKENS] of x's in shared memory, [ranges, TOKENS, columns], or of
+    a row for all.
     """
     WIDE: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     columns = x_ring.index(slot)
@@ -187,9 +185,7 @@ def _columns_of(x_ring, slot, TOKENS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _factors(stored, tensor, inverse, FORMAT: gl.constexpr, DIVIDES: gl.constexpr):
-    """What the codes of a step are multiplied by, of scales [ranges, rows, groups]. tensor, inverse: of NVFP4, 64 times
-    the tensor's scale or, with DIVIDES, 1/64 of it, and 1 by that.
-    """
+    """What the codes of a step are multiplied by; tensor, inverse: of NVFP4's scale, by 64."""
     if FORMAT < _NVFP4:
         return stored
     elif FORMAT == _MXFP4:
@@ -405,8 +401,8 @@ def _added(
 
 @gluon.jit
 def _adapted(thin, b, rank, row, token, place, COUNT: gl.constexpr, RANK: gl.constexpr, WIDTH: gl.constexpr):
-    """An adapter's float32 numbers for `row` and `token`, rounded as thin is: rows of b [out, rank] times RANK columns
-    of thin [COUNT, WIDTH], from `place` on, in ascending order.
+    """An adapter's float32 numbers for `row` and `token`: rows of b [out, rank] times RANK columns of thin [COUNT,
+    WIDTH].
     """
     DTYPE: gl.constexpr = thin.dtype.element_ty
     for index in gl.static_range(RANK):

@@ -1,4 +1,4 @@
-"""What products of few rows share by 16-bit weights (decode/few_rows), by codes (coded.py) and in FP8 (fp8_few.py)."""
+"""What products of few rows share by 16-bit weights, by codes and in FP8."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ ENOUGH = 96  # programs that occupy a Hopper GPU well enough: fewer splits are l
 
 
 def padded(rows: int) -> int:
-    """Rows of x, or ranks, that tensor cores multiply: the next power of two, at least 16. Further ones are 0, not
-    stored.
-    """
+    """Rows of x, or ranks, that tensor cores multiply: the next power of two, at least 16."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def fewest_splits(steps: int, programs: int) -> int:
-    """Splits of a product that may be divided, 1 to 8: the fewest that occupy the multiprocessors, else the most, of
-    those that are equal and have two steps of columns or more.
+    """Equal splits of a product, 1 to 8, of two steps of columns or more: the fewest that occupy the multiprocessors,
+    else the most.
 
       steps: of the summed columns. programs: tiles of the weights' rows.
     """

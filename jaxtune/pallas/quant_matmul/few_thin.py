@@ -1,5 +1,5 @@
-"""x A^T of the adapters of one to three linears that share a few rows x, by one Triton kernel: what `coded` and
-`fp8_few` multiply by B in the kernels of their products. And what all products of few rows need to know of adapters.
+"""x A^T of the adapters of one to three linears that share a few rows x, by one Triton kernel; and what all products of
+few rows need to know of adapters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def padded_rank(loras: Sequence[LoraWeights | None]) -> int:
 
 
 def text(loras: Sequence[LoraWeights | None]) -> str:
-    """Such as ", adapters of ranks 16, 8, 0", or "": calls with the same description share a check at first use."""
+    """Such as ", adapters of ranks 16, 8, 0", or "": of calls that share a check at first use."""
     if not padded_rank(loras):
         return ""
     ranks = ", ".join(str(0 if lora is None else lora.a.shape[0]) for lora in loras)
@@ -46,9 +46,7 @@ def refusal(loras: Sequence[LoraWeights | None]) -> str | None:
 def small_adapters(
     loras: Sequence[LoraWeights | None], rows: int, sizes: Sequence[int], columns: int, dtype, factor: float = 1.0
 ) -> list[LoraWeights | None]:
-    """Random adapters for checks, of the same ranks: of weights [size, columns], A times `factor`. Those with a gate
-    have one of `rows` rows, half of it 0, and a row of no adapter.
-    """
+    """Random adapters for checks, of the same ranks: of weights [size, columns], A times `factor`, gates in part 0."""
     draw = np.random.default_rng(1)
 
     def normal(*shape, dtype=dtype):
@@ -77,8 +75,8 @@ def depth_of(inner: int) -> int:
 
 
 def columns_of_check(loras: Sequence[LoraWeights | None], inner: int, multiple: int, steps: int) -> int:
-    """Columns of a check of products of x [N, inner]: `steps` times `multiple`, which divides inner; with adapters
-    more, so that the kernel's steps are as deep and more than are in flight.
+    """Columns of a check of products of x [N, inner]: `steps` times `multiple`, with adapters as many as their kernel
+    needs.
     """
     if not padded_rank(loras):
         return steps * multiple
@@ -103,10 +101,7 @@ def gates_of(loras: Sequence[LoraWeights | None], count: int) -> list[jax.Array]
 
 
 def arrays_of(x: jax.Array, loras: Sequence[LoraWeights | None]) -> tuple[list[jax.Array], dict]:
-    """(arrays, constants) of a kernel that adds the adapters' products: x A^T, then three B; RANK and each weight's.
-
-    x: [N, in], a multiple of 128. loras: an adapter or None for each weight; (): none.
-    """
+    """(arrays, constants) of a kernel that adds the adapters' products: x A^T, then three B; RANK and each weight's."""
     ranks = [0 if lora is None else lora.a.shape[0] for lora in (*loras, None, None, None)[:_MOST_WEIGHTS]]
     names = ("FIRST_RANK", "SECOND_RANK", "THIRD_RANK")
     constants: dict = {"RANK": padded_rank(loras), **dict(zip(names, ranks, strict=True))}
@@ -120,9 +115,7 @@ def arrays_of(x: jax.Array, loras: Sequence[LoraWeights | None]) -> tuple[list[j
 
 def thin(x: jax.Array, loras: Sequence[LoraWeights | None]) -> jax.Array:
     """x A^T, rounded, times the adapter's scale or each row's gate, rounded: [N, weights x padded_rank] in x's dtype, 0
-    where an adapter has no such rank.
-
-    x: [N, in] of 16 bits, a multiple of 128. loras: an adapter or None for each weight, at least one.
+    where an adapter has no such rank. x: [N, in] of 16 bits, a multiple of 128.
     """
     from jaxtune.pallas.quant_matmul import few_thin_kernels
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from jaxtune.pallas.triton_parts import number_of_three, of_three
+
 
 @triton.jit
 def thin_kernel(
@@ -37,39 +39,35 @@ def thin_kernel(
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     begin = tl.program_id(1) * TILE
-    a, gate, first = first_a, first_gate, begin
-    rank, scale = tl.full([], FIRST_RANK, tl.int32), tl.full([], FIRST_SCALE, tl.float32)
-    if WIDTH > RANK:
-        if begin >= RANK:
-            a, gate, first = second_a, second_gate, begin - RANK
-            rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
-    if WIDTH > 2 * RANK:
-        if begin >= 2 * RANK:
-            a, gate, first = third_a, third_gate, begin - 2 * RANK
-            rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
-    tokens, ranks = tl.program_id(0) * TILE + tl.arange(0, TILE), first + tl.arange(0, TILE)
+    WEIGHTS: tl.constexpr = WIDTH // RANK
+    number = begin // RANK
+    a = of_three(number, first_a, second_a, third_a, WEIGHTS)
+    rank = number_of_three(number, FIRST_RANK, SECOND_RANK, THIRD_RANK, WEIGHTS)
+    tokens, ranks = tl.program_id(0) * TILE + tl.arange(0, TILE), begin - number * RANK + tl.arange(0, TILE)
     real, exists = tokens < COUNT, ranks < rank
     total = tl.zeros([TILE, TILE], tl.float32)
     for step in tl.range(INNER // DEPTH, num_stages=STAGES):
         columns = step * DEPTH + tl.arange(0, DEPTH)
         x_tile = tl.load(x + tokens[:, None] * INNER + columns[None, :], mask=real[:, None], other=0.0)
-        right = tl.load(a + ranks[None, :] * INNER + columns[:, None], mask=exists[None, :], other=0.0)
-        total = tl.dot(x_tile, right, total)
+        a_tile = tl.load(a + ranks[None, :] * INNER + columns[:, None], mask=exists[None, :], other=0.0)
+        total = tl.dot(x_tile, a_tile, total)
     total = total.to(DTYPE).to(tl.float32)
     if GATED:
         mask = real[:, None] & exists[None, :]
+        gate = of_three(number, first_gate, second_gate, third_gate, WEIGHTS)
         factors = tl.load(gate + tokens[:, None] * rank + ranks[None, :], mask=mask, other=0.0)
         total = tl.where(factors != 0.0, total * factors, 0.0)  # whatever the columns of other adapters give
     else:
-        total *= scale
+        first_scale, second_scale = tl.full([], FIRST_SCALE, tl.float32), tl.full([], SECOND_SCALE, tl.float32)
+        total *= of_three(number, first_scale, second_scale, tl.full([], THIRD_SCALE, tl.float32), WEIGHTS)
     offsets = tokens[:, None] * WIDTH + begin + tl.arange(0, TILE)[None, :]
     tl.store(out + offsets, total.to(DTYPE), mask=real[:, None])
 
 
 @triton.jit
 def adapted(thin, b, rank, rows, tokens, first, COUNT: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr):
-    """float32[rows, tokens] of an adapter, rounded: its rows of b [out, rank] times RANK columns of thin [COUNT,
-    WIDTH], from `first` on.
+    """float32[rows, tokens]: rows of b [out, rank] times RANK columns of thin [COUNT, WIDTH], from
+    `first` on, rounded.
     """
     ranks = tl.arange(0, RANK)
     side = tl.load(b + rows[:, None] * rank + ranks[None, :], mask=(ranks < rank)[None, :], other=0.0)

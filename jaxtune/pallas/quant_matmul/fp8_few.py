@@ -1,9 +1,9 @@
-"""Products of up to 256 rows with weights in FP8 as they are stored, by Triton kernels on Hopper: a decoding step's. x
-is rounded by rows, or with weights in tiles by each 128 numbers, as `fp8_product` rounds it.
+"""Products of up to 256 rows with weights in FP8 as they are stored, by Triton kernels on Hopper. x is rounded by rows,
+or with weights in tiles by each 128 numbers.
 
 Tensor cores sum the columns of a split in ascending order, and a split's sum is moved to float32 once, or with tiles
-after each 128 columns, as in training. Hopper's keep fewer bits of such a sum than float32 has. Splits follow from the
-weights' shapes alone: a row has the same bits beside any rows, and however many there are.
+after each 128 columns, as in training. Splits follow from the weights' shapes alone: a row has the same bits beside any
+rows.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class Tile:
 
 
 def tile_of(tokens: int, activation: str | None, tight: bool) -> Tile:
-    """The sizes of a program's tile. tokens: rows of x. tight: registers have further sums, of blocks or of
-    adapters.
-    """
+    """The sizes of a program's tile. tokens: rows of x. tight: registers have further sums."""
     count = max(16, 1 << (tokens - 1).bit_length())
     if activation is None:
         return Tile(_ROWS, 8 if tight and count > 128 else 4, {16: 8, 32: 8, 64: 6, 128: 5}.get(count, 4), count)
@@ -74,7 +72,7 @@ def tile_of(tokens: int, activation: str | None, tight: bool) -> Tile:
 
 
 def splits_of(weights: Sequence[jax.Array | Stored], activation: str | None) -> int:
-    """Ranges of the summed columns, 1 to 8: the fewest that occupy the multiprocessors, of those that are equal."""
+    """Ranges of the summed columns, 1 to 8: the fewest equal ones that occupy the multiprocessors."""
     if activation is not None:
         return 1
     steps, programs = weights[0].shape[1] // _DEPTH, sum(weight.shape[0] for weight in weights) // _ROWS
@@ -82,7 +80,7 @@ def splits_of(weights: Sequence[jax.Array | Stored], activation: str | None) -> 
 
 
 def in_blocks(weights: Sequence[jax.Array | Stored]) -> bool | None:
-    """Whether the weights, all of them, have scales of 128 x 128 (True) or of rows (False); None: neither."""
+    """Whether all weights have scales of 128 x 128 (True) or of rows (False); None: neither."""
     kinds = {weight.block if isinstance(weight, FP8) and not weight.swapped else None for weight in weights}
     if kinds == {TILE}:
         return True
@@ -157,9 +155,7 @@ def _rounding_warps(columns: int) -> int:
 
 
 def rounded(x: jax.Array, blocks: bool) -> Coded:
-    """x [N, in] of 16 bits in e4m3, by one kernel, to the bits of fp8_product.rounded. ValueError: as of
-    `coded_types`.
-    """
+    """x [N, in] of 16 bits in e4m3, to the bits of fp8_product.rounded. ValueError: as of `coded_types`."""
     from jaxtune.pallas.quant_matmul import fp8_few_kernels
 
     count, size = x.shape
@@ -193,12 +189,10 @@ def product(
     unrounded: jax.Array | None = None,
     loras: Sequence[LoraWeights | None] = (),
 ) -> jax.Array:
-    """x W^T of the weights side by side: partial sums float32[splits, N, sum of out], or rounded to bfloat16 if there
-    is one; with an activation activation(x gate^T) * (x up^T), [1, N, out]. Only if `refusal` is None.
+    """x W^T of up to three weights [out_i, in] side by side: partial sums float32[splits, N, sum of out], bfloat16 for
+    one split; with an activation activation(x gate^T) * (x up^T), [1, N, out]. Only if `refusal` is None.
 
-    weights: up to three [out_i, in]; (gate, up).
-    unrounded: x [N, in], which the adapters multiply: ValueError without it. loras: an adapter or None for each weight;
-    (): none.
+    unrounded: x [N, in], which the adapters multiply: ValueError without it.
     """
     return _product(x, weights, activation, unrounded, loras, splits_of(weights, activation))
 

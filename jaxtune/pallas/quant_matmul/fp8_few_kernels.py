@@ -5,7 +5,7 @@ import triton.language as tl
 
 from jaxtune.pallas.decode.few_rows.triton_kernels import _activated_in_steps
 from jaxtune.pallas.quant_matmul.few_thin_kernels import adapted
-from jaxtune.pallas.triton_parts import rounded_row
+from jaxtune.pallas.triton_parts import number_of_three, of_three, rounded_row
 
 
 @triton.jit
@@ -73,20 +73,11 @@ def few_product_kernel(
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(1) * ROWS
     split = tl.program_id(2)
-    weight, scales, first_row = first, first_scales, begin
-    b, rank, place_of_thin = first_b, tl.full([], FIRST_RANK, tl.int32), tl.full([], 0, tl.int32)
-    if not ACTIVATION:
-        if SECOND > 0:
-            if begin >= FIRST:
-                weight, scales, first_row = second, second_scales, begin - FIRST
-                if RANK > 0:
-                    b, rank, place_of_thin = second_b, tl.full([], SECOND_RANK, tl.int32), tl.full([], RANK, tl.int32)
-        if THIRD > 0:
-            if begin >= FIRST + SECOND:
-                weight, scales, first_row = third, third_scales, begin - FIRST - SECOND
-                if RANK > 0:
-                    b, rank = third_b, tl.full([], THIRD_RANK, tl.int32)
-                    place_of_thin = tl.full([], 2 * RANK, tl.int32)
+    WEIGHTS: tl.constexpr = 1 if ACTIVATION else 1 + (SECOND > 0) + (THIRD > 0)
+    number = (begin >= FIRST).to(tl.int32) + (begin >= FIRST + SECOND).to(tl.int32)
+    weight = of_three(number, first, second, third, WEIGHTS)
+    scales = of_three(number, first_scales, second_scales, third_scales, WEIGHTS)
+    first_row = begin - number_of_three(number, 0, FIRST, FIRST + SECOND, WEIGHTS)
     rows = first_row + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     if COUNT > TOKENS:
@@ -120,7 +111,10 @@ def few_product_kernel(
     if RANK > 0:
         WIDE: tl.constexpr = RANK * (1 + (SECOND > 0) + (THIRD > 0))
         if split == 0:
-            total += adapted(thin, b, rank, rows, tokens, place_of_thin, COUNT, RANK, WIDE)
+            b = of_three(number, first_b, second_b, third_b, WEIGHTS)
+            rank = number_of_three(number, FIRST_RANK, SECOND_RANK, THIRD_RANK, WEIGHTS)
+            first_thin = number_of_three(number, 0, RANK, 2 * RANK, WEIGHTS)
+            total += adapted(thin, b, rank, rows, tokens, first_thin, COUNT, RANK, WIDE)
         if ACTIVATION:
             up += adapted(thin, second_b, SECOND_RANK, rows, tokens, RANK, COUNT, RANK, WIDE)
     if ACTIVATION:

@@ -14,6 +14,7 @@ from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.gated.thin_triton import width_of
 from jaxtune.pallas.quant_matmul import fp8_rounding
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
+from jaxtune.pallas.ranges import firsts_of, ranges_of
 from jaxtune.pallas.thin_pair import reference
 from jaxtune.pallas.thin_pair.triton import Tile
 
@@ -27,9 +28,7 @@ def tile() -> Tile:
 
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
-    """The reason why the kernel cannot round such outputs and multiply them for such adapters, or differs from plain
-    JAX on this GPU; None if it can. widths: columns of each output. ranks: of their adapters. dtype: of the gradients.
-    """
+    """Why the kernel cannot round outputs of these widths and multiply them for adapters of these ranks, or None."""
     reason = fp8_rounding.refusal(widths, dtype, True)
     if reason is not None:
         return reason
@@ -42,9 +41,7 @@ def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:
 
 
 def _first_use(dtype, width: int, several: bool) -> str | None:
-    """One program computes all rows of a block of columns: it reads many tiles ahead, and shows one that is overwritten
-    too early.
-    """
+    """One program computes all rows of a block of columns, so that a tile overwritten too early shows."""
     widths = (384, 128) if several else (256,)
 
     def compare():
@@ -95,13 +92,8 @@ def rounded_pair(
     widths, ranks = zip(*(b.shape for b in bs), strict=True)
     total, rank = sum(widths), max(ranks)
     counts = [-(-width // shape.columns) for width in widths]  # blocks of columns
-    tiles = -(-tokens // shape.rows)
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // sum(counts)))
-    steps = -(-tiles // ranges)
-    ranges = -(-tiles // steps)
-    first_columns, firsts, thins = (
-        tuple(sum(sizes[:index]) for index in range(len(sizes))) for sizes in (widths, counts, ranks)
-    )
+    ranges, steps = ranges_of(-(-tokens // shape.rows), sum(counts), shape.programs)
+    first_columns, firsts, thins = map(firsts_of, (widths, counts, ranks))
     sides = jnp.concatenate([jnp.pad(b.astype(dtype), ((0, 0), (0, rank - b.shape[1]))) for b in bs])
     codes, scales, block_products, dbs = compat.triton_call(
         kernels.rounded_pair_kernel,

@@ -58,9 +58,7 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """The reason why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], with an adapter of this
-    rank (0: none), or None. in_blocks: whether each 128 numbers have a scale. dtype: of the result.
-    """
+    """Why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP
@@ -112,9 +110,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
         return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
 
     def tile_of(index):
-        """(expert, rows that are not empty) of a tile; () if not grouped. Read one tile ahead, as that takes as long as
-        a step.
-        """
+        """(expert, rows that are not empty) of a tile, read one tile ahead; () if not grouped."""
         if not grouped:
             return ()
         item = program + jnp.minimum(index, tile_count - 1) * programs
@@ -221,9 +217,7 @@ def _kernel(x_ref, *refs, sides: int, blocks: Blocks, programs: int, in_blocks: 
             yield first, stripe * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, stripe.shape, [1])
 
     def by_blocks(row, column, cursor, tile, steps, multiplied):
-        """As `by_rows`, with sums of 128 codes in each of the tile's column blocks of 128. A step reads the scales of
-        the next one; its products are done before its slot is freed.
-        """
+        """As `by_rows`, with sums of 128 codes in each of the tile's column blocks of 128."""
         column_blocks = columns // STEP
         first_block = lax.div(column, jnp.int32(STEP))
 

@@ -168,9 +168,7 @@ def gated_gradients(
 def _rounds_gated(
     op: str, first_use: Callable, gate, rank: int, activation: str, blocks: bool, implementation: str | None
 ) -> bool:
-    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3. It may run the kernel's check on
-    the GPU, which takes seconds.
-    """
+    """Whether a kernel of pallas/gated/thin_triton.py rounds what it computes to e4m3."""
     if not blocks or implementation == "reference" or not thin.is_large(*gate.shape):
         return False
 
@@ -236,11 +234,7 @@ def normed_operand(
 
 
 def normed_refusal(x, rank: int, blocks: bool) -> str | None:
-    """The reason why no kernel can compute `normed_operand`, or None. x: [n, k], an array or a shape. rank: of the
-    adapters, 0 for none.
-
-      blocks: each 128 numbers have a scale, not each row.
-    """
+    """Why no kernel can compute `normed_operand` of x [n, k], or None."""
     return fp8_normed.refusal(x, rank, blocks) or _first_normed(fp8_normed.width_of(rank), blocks, x.shape[1] % BLOCK)
 
 
@@ -289,8 +283,8 @@ def backward(
 
 
 def _sides(weights: Sequence[FP8], blocks: bool) -> Sequence[jax.Array]:
-    """Transposed codes of weights that share x: each weight's e4m3[in, out_i] if all have them, else one copy of all.
-    With `blocks` each out_i is padded to a multiple of 128.
+    """Transposed codes of weights that share x: each weight's e4m3[in, out_i] if all have them, else one
+    copy of all.
     """
 
     def whole(codes, axis):
@@ -347,9 +341,7 @@ def multiply(
 
 
 def _with_wide_adapter(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str):
-    """`by_kernel` for an adapter of any rank, such as the sum of several in the backward: the kernel takes the first 64
-    columns of u and add, and XLA adds the product of the others.
-    """
+    """`by_kernel` for an adapter of any rank: XLA adds the product of columns after the first 64."""
     kernel_columns, excess = fp8_mosaic.RANKS[-1], None
     if u is not None and u.shape[1] > kernel_columns:
         excess = u[:, kernel_columns:], add[:, kernel_columns:]
@@ -403,9 +395,7 @@ def by_kernel(codes, scale, u, add, sides, side_scale, dtype, blocks, name: str,
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole_steps: bool) -> str | None:
-    """Compares kernel `name` with an exact product; the last tile's rows overlap those before. whole_steps: whether 128
-    divides the summed axis; otherwise the kernel has another swizzle.
-    """
+    """Compares kernel `name` with an exact product; whole_steps: whether 128 divides the summed axis."""
     padded_rank, width = fp8_mosaic.padded_rank(rank) if rank else 0, 1024 if whole_steps else 960
 
     def compare():
@@ -493,9 +483,7 @@ def _first_gated(dtype, width: int, activation: str) -> str | None:
 
 
 def _first_gradients(dtype, width: int, activation: str) -> str | None:
-    """Compares `gated_gradients`' kernel with plain JAX, from the gradients of the kernel that does not round: where
-    two gradients differ in their last digit, codes may differ by a sixteenth.
-    """
+    """Compares `gated_gradients`' kernel with plain JAX, from gradients that are not rounded."""
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 8)

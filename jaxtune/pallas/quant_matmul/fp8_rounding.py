@@ -33,10 +33,7 @@ class Tile(NamedTuple):
 
 
 def tile(total: int, scaled: bool, blocks: bool) -> Tile:
-    """As measured on an H200, for rows of `total` numbers. scaled: whether factors multiply them.
-
-    blocks: each 128 numbers have a scale, not each row.
-    """
+    """As measured on an H200, for rows of `total` numbers. scaled: whether factors multiply them."""
     if blocks:
         return Tile(32, BLOCK, 4, 2)
     if total <= 2048:
@@ -49,9 +46,7 @@ def tile(total: int, scaled: bool, blocks: bool) -> Tile:
 
 
 def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
-    """The reason why the kernels cannot round rows of arrays with these widths side by side, or None. dtype: of the
-    arrays. blocks: each 128 numbers have a scale, not each row.
-    """
+    """Why the kernels cannot round rows of arrays with these widths side by side, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -128,9 +123,7 @@ def _by_rows(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) 
 
 
 def _by_blocks(arrays: list, rows: int, widths: tuple[int, ...], constants: dict) -> tuple:
-    """(codes e4m3[rows, widths rounded up to 128s], scales) with one scale for each 128 numbers of a row. constants: of
-    the kernel.
-    """
+    """(codes e4m3[rows, widths rounded up to 128s], scales) with one scale for each 128 numbers of a row."""
     from jaxtune.pallas.quant_matmul import fp8_rounding_kernels as kernels
 
     shape = tile(sum(widths), False, True)

@@ -20,10 +20,7 @@ _WARPS, _STAGES, _BAND = 8, 3, 8  # warps of a program, steps on their way, tile
 
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """Why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], or None.
-
-    rank: of the adapter, 0: none. dtype: of the result. in_blocks: each 128 numbers have a scale, not each row.
-    """
+    """Why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

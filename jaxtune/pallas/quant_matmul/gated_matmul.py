@@ -103,9 +103,7 @@ _gated.defvjp(_gated_fwd, _gated_bwd)
 
 
 def _second_half_backward(activation: str, static: reference.Static, residuals, dout, first: tuple | None):
-    """((gradients of gate, up, weight, lora and bias), None); or, where a kernel rounds gate's and up's, Nones in their
-    place, and the Rounded of them. first: None, or (Static, weights, loras, biases, inner) of gate and up.
-    """
+    """((gradients of gate, up, weight, lora and bias), None), or Nones for gate's and up's and their Rounded."""
     gate, up, weight, lora, bias, inner = residuals
     a = lora[0]
     coded, dinner, [db] = reference.adapter_gradients((dout,), (weight,), (lora,), inner, static)
@@ -193,9 +191,7 @@ def joins(gate: jax.Array | Stored, up: jax.Array | Stored) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _mlp(activation: str, first, second, x, source, gate, up, weights, loras, biases, inner, earlier_inner):
-    """`_gated` of gate and up. first, second: how the products of gate and up, and of down, are computed. inner:
-    low-rank inputs of gate and up; earlier_inner: of down, or None.
-    """
+    """`_gated` of gate and up; first, second: how the products of gate and up, and of down, are computed."""
     return _gated(activation, second, gate, up, weights[2], loras[2], biases[2], earlier_inner)
 
 

@@ -19,6 +19,7 @@ from jaxtune.pallas.lanes import (
     ir_add,
     ir_address,
     ir_const,
+    ir_fragments,
     ir_i32,
     ir_item,
     ir_load,
@@ -35,9 +36,7 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7, whose codes this lane's quad multiplies; an MLIR int32. Quads 0 to 7 have rows 0, 2, 4, 6, 1, 3,
-    5, 7, so that the four quads that an 8-byte read serves at a time read different memory banks.
-    """
+    """The row, 0 to 7, whose codes this lane's quad multiplies, such that four quads read different memory banks."""
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
@@ -97,15 +96,7 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
                 llvm.load(ir.VectorType.get((4,), absmax_type), ir_address(absmax_ref, source, absmax_type))
             )
             factors += [ir_vector([ir_load(ref, ir_shift_right(source, 8), ir.F32Type.get())]) for ref in nested_ref]
-        fragments = []
-        for values, result in zip((absmax_values, factors), results, strict=False):
-            registers = np.empty((count,), object)
-            registers[:] = values
-            signed = False if result.dtype == jnp.uint8 else None
-            fragments.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=result.layout.to_mgpu(), _is_signed=signed)
-            )
-        return fragments
+        return ir_fragments((absmax_values, factors), results)
 
     loaded = load(first_row, first_line, *refs)
     return loaded if nested_ref is not None else (*loaded, None)

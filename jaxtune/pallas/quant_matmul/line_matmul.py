@@ -50,8 +50,8 @@ class Tile:
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """The reason why the kernel cannot multiply this number of tokens by a weight [rows, columns], or None; it does not
-    ask for the GPU.
+    """Why the kernel cannot multiply this number of tokens by a weight [rows, columns], or None; the GPU does not
+    count.
     """
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
@@ -80,9 +80,7 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
     """
 
     def work(division: tuple[int, int]) -> float:
-        """The time of the busiest multiprocessor, in rows of the weight. Each round of programs after the first adds 15
-        %, because memory is idle when it begins.
-        """
+        """The time of the busiest multiprocessor, in rows of the weight; rounds after the first cost 15 % more."""
         splits, groups = division
         rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
         return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))
@@ -99,9 +97,7 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """line_lanes.line_product's addition in jnp, for the interpreter, in the order of its acc. codes: uint8[rows, 128];
-    x: [tokens, 256]; scales: float32[rows, 4]; widths: products of 8 tokens each.
-    """
+    """line_product's addition in jnp. codes: uint8[rows, 128]; x: [tokens, 256]; scales: float32[rows, 4]."""
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
     x = jnp.pad(x.astype(jnp.float32), ((0, 8 * widths - x.shape[0]), (0, 0))).reshape(-1, _WARPS, BLOCK)

@@ -6,6 +6,8 @@ import dataclasses
 
 import jax
 
+from jaxtune.pallas.arguments import FLOATS, Arguments
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -22,3 +24,14 @@ class LoraWeights:
     # float32[..., r] of each token in place of the scale, or [r] of all: where it is 0 a column adds nothing, so that
     # several adapters side by side are one, of which each token takes its own; not differentiable
     gate: jax.Array | None = None
+
+
+def check_adapter(check: Arguments, index: int, lora: LoraWeights, out: str) -> None:
+    """Checks what all products' adapters have, of the weight number `index`. out: the name of its rows' number."""
+    name = f"loras[{index}]"
+    check.is_a(name, lora, LoraWeights, "a LoraWeights or None")
+    check.array(f"{name}.a", lora.a, f"r_{index} in", FLOATS)
+    check.array(f"{name}.b", lora.b, f"{out} r_{index}", FLOATS)
+    check.number(f"{name}.scale", lora.scale)
+    if lora.gate is not None:
+        check.array(f"{name}.gate", lora.gate, f"... r_{index}", FLOATS)

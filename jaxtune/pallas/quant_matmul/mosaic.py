@@ -102,9 +102,7 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, name: str, interpret, **options):
-    """gpu_kernel.kernel of a body that also gets `interpreted`: Pallas' interpreter cannot run inline PTX, so bodies
-    compute in jnp there. interpret: the interpreter's parameters; None on a GPU.
-    """
+    """gpu_kernel.kernel of a body that also gets `interpreted`, as the interpreter cannot run inline PTX."""
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
 
@@ -147,8 +145,8 @@ def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How `small_matmul` divides its work for 1 to 16 tokens: program p computes tiles p, p + programs, ... of 16 rows,
-    and its warpgroups divide the columns, chunk by chunk, and add their sums at the end.
+    """How `small_matmul` divides its work for 1 to 16 tokens: program p computes tiles p, p + programs,
+    ... of 16 rows.
     """
 
     # 1 or 2: of each row's codes in a chunk, each of the 4 warps reads `runs` times 64 bytes; 2 reads whole memory
@@ -166,8 +164,8 @@ class _Plan:
 
     @property
     def codes(self):
-        """The register layout of a chunk's codes, uint8[16 rows, chunk / 2]: each warp has `runs` times 64 bytes of
-        every row, each lane 16 neighbouring bytes of every (8 / runs)-th row.
+        """The register layout of a chunk's codes, uint8[16 rows, chunk / 2]: `runs` times 64 bytes of
+        every row a warp.
         """
         rows, own_bytes = 8 // self.runs, 64 * self.runs
         tiling = Tiling(((rows, 4 * own_bytes), (rows, own_bytes), (16,)))
@@ -175,10 +173,7 @@ class _Plan:
 
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
-    """The division that was fastest on an H200, whose 132 multiprocessors are written in. For at most 4 tokens warps
-    read whole memory lines (15 % faster than half lines, but more tokens need the registers), in one warpgroup (7 %
-    faster) if each multiprocessor has four tiles.
-    """
+    """The division that was fastest on an H200, whose 132 multiprocessors are written in."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(runs=2, width=8, warpgroups=warpgroups, programs=4 * 132 // warpgroups)
@@ -188,9 +183,7 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
 
 
 def _written_out_product(acc, codes, pairs, scales, x, runs):
-    """lanes.small_product in jnp, for the interpreter. acc: float32[64 runs, n]; codes: uint8[16, 256 runs]; x:
-    [tokens, columns].
-    """
+    """lanes.small_product in jnp. acc: float32[64 runs, n]; codes: uint8[16, 256 runs]; x: [tokens, columns]."""
     rows_per_group = 8 // runs
     tokens = acc.shape[1] // runs
     values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(runs, 2, rows_per_group, 4, runs, 2, BLOCK)
@@ -212,12 +205,11 @@ def _written_out_sums(partial, tokens, runs):
 
 
 def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _Plan, interpreted):
-    """Program p of n multiplies the tiles p, p + n, ... of 16 rows of the weight by all tokens. What a tile needs from
-    memory is loaded while the one before is multiplied.
+    """Program p of n multiplies the tiles p, p + n, ... of 16 rows of the weight by all tokens.
 
-      absmax_ref: uint8 or float32[rows, columns / 64].
-      pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
-      refs: map, nested absmax and offset of a uint8 absmax; the output [tokens, rows]; shared memory and barriers.
+    absmax_ref: uint8 or float32[rows, columns / 64].
+    pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
+    refs: map, nested absmax and offset of a uint8 absmax; the output [tokens, rows]; shared memory and barriers.
     """
     *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, finished = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -343,10 +335,7 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """The reason why line_matmul with this tile cannot multiply 1 to 16 tokens, or None.
-
-    weight: [out, in]. dtype: of x.
-    """
+    """Why line_matmul with this tile cannot multiply 1 to 16 tokens by weight [out, in], or None."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:

@@ -20,6 +20,7 @@ from jaxtune.pallas.quant_matmul import low_rank, reference
 from jaxtune.pallas.quant_matmul.api import LoraWeights, quant_matmul
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 from jaxtune.pallas.quant_matmul.fp8_product import NormRounding
+from jaxtune.pallas.quant_matmul.lora_weights import check_adapter
 
 
 @meshes.on_any_mesh
@@ -59,10 +60,7 @@ def normed_matmul(
     for i, (weight, lora, bias) in enumerate(zip(weights, loras, biases, strict=True)):
         check.array(f"weights[{i}]", weight, f"out_{i} in", FLOATS, stored=(Stored,))
         if lora is not None:
-            check.is_a(f"loras[{i}]", lora, LoraWeights, "a LoraWeights or None")
-            check.array(f"loras[{i}].a", lora.a, f"r_{i} in", FLOATS)
-            check.array(f"loras[{i}].b", lora.b, f"out_{i} r_{i}", FLOATS)
-            check.number(f"loras[{i}].scale", lora.scale)
+            check_adapter(check, i, lora, f"out_{i}")
             if lora.row_scale is not None:
                 raise ValueError(f"normed_matmul: loras[{i}].row_scale must be None: use quant_matmul for DoRA")
             if lora.gate is not None:
@@ -102,9 +100,7 @@ def _plain(x, norm_weight, weights, loras, biases, rounding: NormRounding, fp8: 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
-    """By the kernel: (outputs [tokens, out_i], OfNormed or None). earlier: an earlier run's OfNormed; None: it is
-    computed.
-    """
+    """By the kernel: (outputs [tokens, out_i], OfNormed or None)."""
     product = product_of(weights[0])
     assert product is not None
     kind = product.kind(weights[0])
@@ -120,9 +116,7 @@ def _normed(rounding: NormRounding, x, norm_weight, weights, loras, biases, earl
 
 
 def _normed_fwd(rounding: NormRounding, x, norm_weight, weights, loras, biases, earlier):
-    """Runs the two operations whose derivatives these are. Arrays say here whether they get a gradient: the norm's
-    weight does if it is trained.
-    """
+    """Runs the two operations whose derivatives these are."""
     trained = norm_weight.perturbed
     values = (x, norm_weight, weights, loras, biases, earlier)
     x, norm_weight, weights, loras, biases, earlier = jax.tree.map(lambda leaf: leaf.value, values)

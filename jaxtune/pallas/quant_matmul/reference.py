@@ -58,11 +58,7 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why no kernel should multiply so few tokens by this weight undecoded, or None; here there is always
-    one.
-
-      dtype, tokens: of x [tokens, in].
-    """
+    """Why no kernel should multiply so few tokens by this weight undecoded, or None."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 
@@ -79,9 +75,7 @@ def exact_product(x: jax.Array, weight: Stored) -> jax.Array:
 
 
 def _product(x, weight, contract, dtype=None):
-    """dot_general of two matrices over one axis of each, contract = (axis of x, axis of weight), in x's dtype (or
-    `dtype`) with float32 sums.
-    """
+    """dot_general over one axis of each, contract = (axis of x, axis of weight), in x's dtype with float32 sums."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
         x,
@@ -105,8 +99,8 @@ def decoded(weight, x, kernels: ModuleType):
 
 
 def _product_and_adapter(x, weight, contract, kernels: ModuleType, thin_operands=None, bias=None, product=None):
-    """x times one weight, plus an adapter's product and a bias, in x's dtype: [tokens, out] for contract (1, 1), the
-    forward, and [tokens, in] for (1, 0), the backward. Without the barrier most of the adapter's part may be lost.
+    """x times one weight, plus an adapter's product and a bias, in x's dtype: forward for contract (1, 1), backward for
+    (1, 0).
 
       thin_operands: None, or in the forward one adapter's (u [tokens, r], b [out, r]); in the backward all adapters' (u
       [tokens, sum of ranks], a [sum of ranks, in]).
@@ -195,11 +189,10 @@ def low_rank_input(x, source, loras):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _products(x, source, weights, loras, biases, inner, static: Static):
-    """For each weight x W^T + scale (x A^T) B^T + bias, [tokens, out_i] in x's dtype. Its derivative decodes quantised
-    weights again.
+    """For each weight x W^T + scale (x A^T) B^T + bias, [tokens, out_i] in x's dtype.
 
-      source: the adapters' input, if dropout makes it differ from x, or the Factors of x; None: x.
-      inner: without a gradient of its own: those of x, source and the A's include it.
+    source: the adapters' input, if dropout makes it differ from x, or the Factors of x; None: x.
+    inner: without a gradient of its own: those of x, source and the A's include it.
     """
     del source  # `inner` is made of it
     return outputs(x, weights, loras, biases, inner, static)

@@ -51,9 +51,7 @@ def _lane():
 
 
 def _block(wg, slices: int):
-    """The block of the chunk whose scale this lane decodes, an MLIR int32. Of a warp's 16 blocks in each of two rows,
-    lane 16 i + j decodes block j of row i.
-    """
+    """The block of the chunk whose scale this lane decodes: lane 16 i + j that of block j of row i."""
     warp, lane = _warp(wg), _lane()
     pair, slice_index = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))

@@ -95,12 +95,11 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
-    """Program p of n multiplies the chunks p, p + n, ... of the weight by one token. Warpgroup 0 starts the copies, and
-    the others multiply.
+    """Program p of n multiplies the chunks p, p + n, ... of the weight by one token.
 
-      absmax_ref: uint8 or float32[rows x columns / 64].
-      pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
-      refs: map, nested absmax and offset of a uint8 absmax; the output [rows]; shared memory and barriers.
+    absmax_ref: uint8 or float32[rows x columns / 64].
+    pairs_ref: the two elements of each byte: uint32[256], or `dtype`[256, 2] if interpreted.
+    refs: map, nested absmax and offset of a uint8 absmax; the output [rows]; shared memory and barriers.
     """
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, finished = (
         refs

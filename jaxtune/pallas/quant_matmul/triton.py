@@ -84,9 +84,7 @@ def _kernel_of(tokens: int, rows: int) -> tuple[str, tuple[int, int, int]]:
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
-    """(the arrays of triton_kernels.py, whether absmax are quantised). Without double quantisation absmax stands for
-    the three arrays before the table.
-    """
+    """(the arrays of triton_kernels.py, whether absmax are quantised)."""
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
     nested = len(scales) == 3
     return [weight.codes, weight.absmax, *(scales if nested else [weight.absmax] * 3), jnp.asarray(weight.table)], int(
@@ -95,9 +93,7 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `few_matmul` should not multiply 17 to 64 tokens by this weight, or None where it was measured to
-    be faster than decoding first; it does not check results. dtype: of x.
-    """
+    """Why `few_matmul` should not multiply 17 to 64 tokens by this weight, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -9,9 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.constexpr, NESTED: tl.constexpr):
-    """The float32 absmax of the blocks numbered `blocks`, of COUNT; past the end nested_absmax counts as 0, so that
-    nothing is read there.
-    """
+    """The float32 absmax of the blocks numbered `blocks`, of COUNT."""
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)
@@ -22,9 +20,7 @@ def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.conste
 
 @triton.jit
 def _looked_up(packed, table):
-    """(values of the high four bits, of the low four bits), float32, of each byte. Triton's gather takes the table from
-    shared memory, where 16 words never conflict; a load from global memory for each code takes four times as long.
-    """
+    """(values of the high four bits, of the low four bits), float32, of each byte, from shared memory."""
     entries = tl.load(table + tl.arange(0, 16))
     packed = packed.to(tl.int32)
     return tl.gather(entries, packed >> 4, 0), tl.gather(entries, packed & 15, 0)
@@ -82,8 +78,8 @@ def _pair(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
-    """Stored blocks of some rows of W, from block `first` of each row on: (codes uint8[rows, BLOCKS, 32], absmax [rows,
-    BLOCKS]), zeros outside.
+    """Stored blocks of some rows of W, from `first` on: (codes uint8[rows, BLOCKS, 32], absmax [rows, BLOCKS]), zeros
+    outside.
     """
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)

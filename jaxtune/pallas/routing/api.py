@@ -155,9 +155,7 @@ def _spread(x, routing, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
-    """Its derivative sums each token's rows in a fixed order; a gather's derivative would be a scatter, which adds in
-    no fixed order.
-    """
+    """Its derivative sums each token's rows in a fixed order, unlike a scatter."""
     return _spread(x, routing, implementation)
 
 

@@ -17,9 +17,7 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
-    """The reason why this GPU must not use `kernels`' `spread` (a difference or an error); None if it agrees or nothing
-    is compared, as without a GPU. Some pairs of the case have no expert, and some rows are empty.
-    """
+    """Why this GPU must not use `kernels`' `spread` (a difference or an error), or None."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -42,9 +40,7 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """The reason why this GPU must not sort with `passes` (any difference or an error); None if it agrees or nothing is
-    compared.
-    """
+    """Why this GPU must not sort with `passes` (a difference or an error), or None."""
 
     def compare():
         expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: no expert

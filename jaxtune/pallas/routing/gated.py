@@ -99,9 +99,7 @@ def _gated_fwd(gate, static, gate_up, row_weights, weight, lora, routing, earlie
 
 
 def _gated_bwd(gate, static, residuals, gradients):
-    """What reads gate_up's gradient waits until the adapters' gradients have been computed: their operands, such as the
-    inner rows, can be freed then, also on several devices, which exchange these gradients.
-    """
+    """What reads gate_up's gradient waits for the adapters' gradients, after which their operands are free."""
     (gate_up, row_weights, weight, lora, routing, inner), (dout, _) = residuals, gradients
     (a, b), groups = lora, routing.groups
     dout, tokens = as_rows(dout, routing, static)

@@ -24,10 +24,7 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
-    """The reason why the kernel cannot copy tokens of `hidden` numbers to k rows each, or None.
-
-    dtype: of the tokens, bfloat16 or float16.
-    """
+    """Why the kernel cannot copy tokens of `hidden` numbers to k rows each, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -53,14 +50,12 @@ def _programs(count: int, of_a_core: int) -> int:
 def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
-    """Sets out[slots[t, j]] = x[t] for every pair with a row, and zeros in empty rows. Of n programs each takes every
-    n-th run of four tokens, and every n-th run of 32 rows to look for empty ones.
+    """Sets out[slots[t, j]] = x[t] for every pair with a row, and zeros in empty rows.
 
-      x_ref: [tokens, hidden / 64, 64], tokens a multiple of four.
-      slots_ref: int32[tokens * k]; the number of rows for a pair without an expert.
-      source_ref: int32[rows], the pair of each row; `pairs` or more for empty rows.
-      rows_smem, zero_smem: stages of tokens, and a row of zeros.
-      pairs: without those of padded tokens.
+    x_ref: [tokens, hidden / 64, 64], tokens a multiple of four.
+    slots_ref: int32[tokens * k]; the number of rows for a pair without an expert.
+    source_ref: int32[rows], the pair of each row; `pairs` or more for empty rows.
+    rows_smem, zero_smem: stages of tokens, and a row of zeros.
     """
     program = lax.axis_index("program")
     rows, chunks = out_ref.shape[0], x_ref.shape[0] // _ROWS

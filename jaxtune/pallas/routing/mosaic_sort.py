@@ -71,8 +71,8 @@ def _histogram_kernel(expert_ref, out_ref):
 
 
 def _slot_kernel(expert_ref, firsts_ref, out_ref):
-    """out_ref[pair] = row of the first pair of its block and expert + number of that block's and expert's pairs before
-    it; any number for a pair without an expert. firsts_ref: int32[blocks, experts padded to 64].
+    """out_ref[pair] = row of its block's and expert's first pair + those before it. firsts_ref: int32[blocks, experts
+    padded].
     """
     block = lax.axis_index("block")
     block_slice = pl.ds(block * BLOCK, BLOCK)

@@ -132,9 +132,7 @@ def _gathered(x, index):
 
 
 def _row(x, index):
-    """x[index] along the first axis; an index past the end gets the last row, none may be negative. XLA's gather limits
-    indices by itself, so this costs nothing.
-    """
+    """x[index] along the first axis; an index past the end gets the last row."""
     return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 

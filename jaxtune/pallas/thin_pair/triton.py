@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.ranges import firsts_of, ranges_of
 from jaxtune.pallas.thin_pair import reference
 
 _LARGEST_RANK = 32
@@ -111,13 +112,9 @@ def thin_pairs(douts: list[jax.Array], inner, bs: list[jax.Array]) -> tuple[jax.
     widths, tokens, rank = tuple(dout.shape[1] for dout in douts), len(douts[0]), bs[0].shape[1]
     width = max(16, 1 << (rank - 1).bit_length())
     shape = tile(width, max(widths))
-    tiles, counts = -(-tokens // shape.rows), [-(-out // shape.columns) for out in widths]
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * shape.programs // sum(counts)))
-    steps = -(-tiles // ranges)
-    ranges = -(-tiles // steps)
-    places, first_blocks = (
-        tuple(sum(sizes[:index]) for index in range(len(sizes))) for sizes in (widths, tuple(counts))
-    )
+    counts = [-(-out // shape.columns) for out in widths]
+    ranges, steps = ranges_of(-(-tokens // shape.rows), sum(counts), shape.programs)
+    places, first_blocks = firsts_of(widths), firsts_of(counts)
     unused = _OUTPUTS - len(douts)
     products, dbs = compat.triton_call(
         kernels.thin_pair_kernel,

@@ -238,10 +238,9 @@ def _scalar(text: str) -> Any:
 
 
 def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -> Any:
-    """Parses YAML to dicts, lists and scalars; ConfigError for a key that is set twice, too many values or levels.
+    """Parses YAML; ConfigError for a key that is set twice, too many values or levels.
 
-    source: the file's name, or the override, for messages.
-    origins: receives "source:line" for each dotted key.
+    source: for messages. origins: receives "source:line" for each dotted key.
     """
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -313,8 +312,8 @@ def _unset_replaced(values: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _apply_override(values: dict[str, Any], override: str, origins: dict[str, str]) -> None:
-    """Sets one key in nested values, in place; missing sections are made, names are not checked. A string for a section
-    of SHORTHANDS, such as qat=int4, sets one key of it if the recipe has the section as a mapping.
+    """Sets one key in nested values, in place; a string for a section of SHORTHANDS, such as qat=int4, sets one key of
+    it.
     """
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
@@ -407,9 +406,7 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
-    """(dotted key, the last field's type or None, the dataclass with the field) of pydantic's "loc"; ends at a field
-    that is no section, or at an unknown key.
-    """
+    """(dotted key, the last field's type or None, the dataclass with the field) of pydantic's "loc"."""
     section, hint, names = TrainConfig, None, []
     for name in location:
         hints = typing.get_type_hints(section, include_extras=True)

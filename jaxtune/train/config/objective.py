@@ -146,6 +146,116 @@ def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
     return reasons
 
 
+def _check_numbers(objective: ObjectiveConfig) -> None:
+    if objective.name == "distill":
+        fraction("objective.beta", objective.beta)
+        positive("objective.temperature", objective.temperature)
+        positive("objective.sampling_temperature", objective.sampling_temperature)
+        fraction("objective.on_policy", objective.on_policy)
+    elif objective.name not in ("grpo", "rloo"):
+        positive("objective.beta", objective.beta)
+    fraction("objective.label_smoothing", objective.label_smoothing, below_one=True)
+    not_negative("objective.simpo_gamma", objective.simpo_gamma)
+    if objective.center_rewards_coefficient is not None:
+        not_negative("objective.center_rewards_coefficient", objective.center_rewards_coefficient)
+    for name in (
+        *("desirable_weight", "undesirable_weight", "max_tool_calling_iterations", "teacher_top_k"),
+        *("reward_timeout", "reset_timeout", "tool_timeout"),
+    ):
+        positive(f"objective.{name}", getattr(objective, name))
+
+
+def _check_names(objective: ObjectiveConfig) -> None:
+    """Options that this objective has, and its losses."""
+    for field in dataclasses.fields(objective):
+        value = getattr(objective, field.name)
+        unset = field.name == "name" or value == field.default
+        require(
+            unset or field.name in _OPTIONS[objective.name],
+            f"objective.{field.name}",
+            value,
+            f"{objective.name} has no such option; leave it out",
+        )
+    kinds = ("sigmoid", "ipo", "hinge")
+    require(
+        objective.loss_type == "sigmoid" or (objective.loss_type in kinds) == (objective.name == "dpo"),
+        "objective.loss_type",
+        objective.loss_type,
+        f"{objective.name} has no such loss; see --help",
+    )
+
+
+def _check_sampled(objective: ObjectiveConfig) -> None:
+    """What samples answers, and what rewards them."""
+    require(
+        objective.name not in ("grpo", "rloo")
+        or bool(objective.reward_funcs or objective.environment_factory or objective.rollout_func),
+        "objective.reward_funcs",
+        objective.reward_funcs,
+        f"{objective.name} needs at least one, as in [rewards.py:is_right], or an environment with get_reward",
+    )
+    for grammar in ("regex", "json_schema"):
+        for sampled in ("tools", "environment_factory", "rollout_func"):
+            require(
+                getattr(objective, grammar) is None or not getattr(objective, sampled),
+                f"objective.{grammar}",
+                getattr(objective, grammar),
+                f"answers of objective.{sampled} have turns of several forms; leave one of them out",
+            )
+    require(
+        objective.regex is None or objective.json_schema is None,
+        "objective.regex",
+        objective.regex,
+        "objective.json_schema is set, too, and answers follow one of them; leave the other out",
+    )
+    require(
+        objective.rollout_func is None or not (objective.tools or objective.environment_factory),
+        "objective.rollout_func",
+        objective.rollout_func,
+        "it samples answers itself, with its own tools; leave out objective.tools and environment_factory",
+    )
+    for key, functions in (("reward_isolation", objective.reward_funcs), ("tool_isolation", objective.tools)):
+        require(
+            getattr(objective, key) is None or bool(functions),
+            f"objective.{key}",
+            getattr(objective, key),
+            "there are no such functions; environments and rollout functions run in the main thread: leave it out",
+        )
+
+
+def _check_teacher(objective: ObjectiveConfig) -> None:
+    require(
+        objective.name != "distill" or bool(objective.teacher or objective.teacher_logprobs),
+        "objective.teacher",
+        objective.teacher,
+        "distill needs one: a model's folder or hub name, or base for the model with its adapter off",
+    )
+    require(
+        objective.teacher_load_in is None or objective.teacher != "base",
+        "objective.teacher_load_in",
+        objective.teacher_load_in,
+        "the base is loaded as the model is (model.load_in); leave it out",
+    )
+    _check_stored(objective)
+
+
+def _check_stored(objective: ObjectiveConfig) -> None:
+    for key in ("teacher", "teacher_load_in", "teacher_top_k"):
+        require(
+            objective.teacher_logprobs is None or getattr(objective, key) is None,
+            f"objective.{key}",
+            getattr(objective, key),
+            "objective.teacher_logprobs is a file with the teacher's log-probabilities already; leave one of them out",
+        )
+    require(
+        (objective.teacher_top_k is None and objective.teacher_logprobs is None) or objective.on_policy == 0,
+        "objective.on_policy",
+        1.0 if objective.on_policy is None else objective.on_policy,
+        "the teacher's log-probabilities are stored before the run (objective.teacher_top_k, "
+        "objective.teacher_logprobs), and answers that are sampled during it are not known then; set 0",
+    )
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """What is trained for. Options have TRL's names and meanings; one that the objective lacks is an error.
@@ -294,111 +404,17 @@ class ObjectiveConfig:
     normalize_advantages: Annotated[bool | None, "Scale advantages over a generation (rloo: false)."] = None
 
     def __post_init__(self) -> None:
-        if self.name == "distill":
-            fraction("objective.beta", self.beta)
-            positive("objective.temperature", self.temperature)
-            positive("objective.sampling_temperature", self.sampling_temperature)
-            fraction("objective.on_policy", self.on_policy)
-        elif self.name not in ("grpo", "rloo"):
-            positive("objective.beta", self.beta)
-        fraction("objective.label_smoothing", self.label_smoothing, below_one=True)
-        not_negative("objective.simpo_gamma", self.simpo_gamma)
-        if self.center_rewards_coefficient is not None:
-            not_negative("objective.center_rewards_coefficient", self.center_rewards_coefficient)
-        positive("objective.desirable_weight", self.desirable_weight)
-        positive("objective.undesirable_weight", self.undesirable_weight)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            unset = field.name == "name" or value == field.default
-            require(
-                unset or field.name in _OPTIONS[self.name],
-                f"objective.{field.name}",
-                value,
-                f"{self.name} has no such option; leave it out",
-            )
-        kinds = ("sigmoid", "ipo", "hinge")
-        require(
-            self.loss_type == "sigmoid" or (self.loss_type in kinds) == (self.name == "dpo"),
-            "objective.loss_type",
-            self.loss_type,
-            f"{self.name} has no such loss; see --help",
-        )
-        require(
-            self.name not in ("grpo", "rloo")
-            or bool(self.reward_funcs or self.environment_factory or self.rollout_func),
-            "objective.reward_funcs",
-            self.reward_funcs,
-            f"{self.name} needs at least one, as in [rewards.py:is_right], or an environment with get_reward",
-        )
-        require(
-            self.name != "distill" or bool(self.teacher or self.teacher_logprobs),
-            "objective.teacher",
-            self.teacher,
-            "distill needs one: a model's folder or hub name, or base for the model with its adapter off",
-        )
-        for grammar in ("regex", "json_schema"):
-            for sampled in ("tools", "environment_factory", "rollout_func"):
-                require(
-                    getattr(self, grammar) is None or not getattr(self, sampled),
-                    f"objective.{grammar}",
-                    getattr(self, grammar),
-                    f"answers of objective.{sampled} have turns of several forms; leave one of them out",
-                )
-        require(
-            self.regex is None or self.json_schema is None,
-            "objective.regex",
-            self.regex,
-            "objective.json_schema is set, too, and answers follow one of them; leave the other out",
-        )
+        _check_numbers(self)
+        _check_names(self)
+        _check_sampled(self)
         for name, why in without_effect(self.name, self.options).items():
             require(False, f"objective.{name}", getattr(self, name), why)
-        self._check_stored()
-        require(
-            self.teacher_load_in is None or self.teacher != "base",
-            "objective.teacher_load_in",
-            self.teacher_load_in,
-            "the base is loaded as the model is (model.load_in); leave it out",
-        )
-        require(
-            self.rollout_func is None or not (self.tools or self.environment_factory),
-            "objective.rollout_func",
-            self.rollout_func,
-            "it samples answers itself, with its own tools; leave out objective.tools and environment_factory",
-        )
-        positive("objective.reward_timeout", self.reward_timeout)
-        positive("objective.reset_timeout", self.reset_timeout)
-        positive("objective.tool_timeout", self.tool_timeout)
-        for key, functions in (("reward_isolation", self.reward_funcs), ("tool_isolation", self.tools)):
-            require(
-                getattr(self, key) is None or bool(functions),
-                f"objective.{key}",
-                getattr(self, key),
-                "there are no such functions; environments and rollout functions run in the main thread: leave it out",
-            )
-        positive("objective.max_tool_calling_iterations", self.max_tool_calling_iterations)
+        _check_teacher(self)
         require(
             self.loss_type == "sigmoid" or not self.label_smoothing,
             "objective.label_smoothing",
             self.label_smoothing,
             f"objective.loss_type = {self.loss_type} has no label smoothing; leave it out",
-        )
-
-    def _check_stored(self) -> None:
-        positive("objective.teacher_top_k", self.teacher_top_k)
-        for key in ("teacher", "teacher_load_in", "teacher_top_k"):
-            require(
-                self.teacher_logprobs is None or getattr(self, key) is None,
-                f"objective.{key}",
-                getattr(self, key),
-                "objective.teacher_logprobs is a file with the teacher's log-probabilities already; leave one of them "
-                "out",
-            )
-        require(
-            (self.teacher_top_k is None and self.teacher_logprobs is None) or self.on_policy == 0,
-            "objective.on_policy",
-            1.0 if self.on_policy is None else self.on_policy,
-            "the teacher's log-probabilities are stored before the run (objective.teacher_top_k, "
-            "objective.teacher_logprobs), and answers that are sampled during it are not known then; set 0",
         )
 
     @property

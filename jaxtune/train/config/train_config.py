@@ -240,9 +240,7 @@ class TrainConfig:
             object.__setattr__(self, "precision", self.precision[REST])
 
     def _check_adapter(self) -> None:
-        """Keys that need an adapter, or that one rules out. optim.offload needs max_grad_norm: states are updated
-        tensor by tensor, and only with clipping a step knows before an update whether all new weights will be finite.
-        """
+        """Keys that need an adapter, or that one rules out."""
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"

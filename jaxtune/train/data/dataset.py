@@ -330,8 +330,8 @@ def _require_usable(
     vocab_size: int | None,
     sources: list[Source],
 ) -> None:
-    """Raises NothingUsable if there is no usable row or trained token, and ValueError if no response ends its turn
-    (allowed in a stream's later windows) or a token id is `vocab_size` or more.
+    """NothingUsable without a usable row or trained token; ValueError if no response ends its turn or an id is too
+    large.
     """
     name = ", ".join(dict.fromkeys(source.name for source in sources))
     if not summary.documents:

@@ -181,8 +181,8 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
 
 
 def _charts(figures: Figures, objective: str) -> list[JsonObject]:
-    """The charts in the order of the page: {"key", "title", "unit", "zero": the axis begins at 0, "line": training
-    steps, "dots": evaluations}. Losses of other objectives get keys of their own, as they cannot be compared.
+    """The charts in the order of the page: {"key", "title", "unit", "zero", "line": training steps, "dots":
+    evaluations}.
     """
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}

@@ -1,6 +1,4 @@
-"""XLA's pool of pinned host memory, grown while programs compile: locking pages takes 0.7 s/GB (H200's host), for which
-the first step would wait.
-"""
+"""XLA's pool of pinned host memory, grown while programs compile: locking pages takes 0.7 s/GB."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _PIECE = 2**28
 
 @contextlib.contextmanager
 def growing(nbytes: float) -> Iterator[None]:
-    """Pins `nbytes` beside the body, and frees them within the pool, which keeps its memory; does nothing below
-    LEAST_BYTES. Waits at the end, unless the body fails.
-    """
+    """Pins `nbytes` beside the body, and frees them within the pool; does nothing below LEAST_BYTES."""
     if nbytes < LEAST_BYTES:
         yield
         return

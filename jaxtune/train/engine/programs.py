@@ -53,9 +53,7 @@ class Programs:
 
 
 def _may_plan_again(error: Exception) -> bool:
-    """Only if memory ran out, in a run of one process. Of several, one may run out alone; if it changed its plan, the
-    others would wait forever in collectives of the first plan.
-    """
+    """Only if memory ran out, in a run of one process: others would wait in collectives of the first plan."""
     return out_of_memory(error) and processes.count() == 1
 
 
@@ -217,9 +215,7 @@ class Engine:
         return [self.place(batch, index, count) for index in range(count)], counts
 
     def _filled(self, batch: Batch, micro_batches: int) -> int:
-        """Micro-batches with tokens: a source that samples may leave a step's last rows empty. All for others and
-        in several processes.
-        """
+        """Micro-batches with tokens, where a source that samples may leave a step's last rows empty."""
         if not self.batches.needs_model or processes.count() > 1:
             return micro_batches
         used_rows = np.flatnonzero((batch.segment_ids > 0).any(1))

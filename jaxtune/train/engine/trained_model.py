@@ -130,8 +130,8 @@ class TrainedModel:
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
     def _observe(self, engine: Engine) -> None:
-        """Observes activation scales by an unrounded forward pass over the first step's rows. ValueError if weights are
-        divided, FloatingPointError if an input is not finite.
+        """Observes activation scales by an unrounded forward pass over the first step's rows. ValueError,
+        FloatingPointError.
         """
         model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
         rows = engine.batches.batch_at(0)
@@ -223,9 +223,7 @@ class TrainedModel:
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> nnx.State:
-        """The frozen weights as variables whose axes say how the plan places them (empty: whole); no array moves. Sets
-        `engine.tables` and `engine.placeholder`.
-        """
+        """The frozen weights as variables whose axes say how the plan places them; no array moves."""
         plan, frozen, model = engine.planner.plan, self.frozen, self.given
         engine.tables, engine.placeholder = {}, model.vision and model.vision.config.placeholder
         for word, movable in MOVABLES.items():
@@ -234,9 +232,7 @@ class TrainedModel:
         return frozen
 
     def _move(self, engine: Engine) -> None:
-        """Moves frozen weights to the memory in which the plan has them; the given model shares them, so each is in
-        memory once.
-        """
+        """Moves frozen weights, which the model shares, to the memory in which the plan has them."""
         moved = self.frozen
         for word, movable in MOVABLES.items():
             moved = movable.moved(self.given, moved, engine.planner.plan.level(word), engine.replicated)

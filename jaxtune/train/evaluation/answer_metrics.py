@@ -124,9 +124,7 @@ class AnswerMetrics:
         return SampledRows(longest + self.max_new_tokens, min(self.most_slots, len(self.prompts)))
 
     def __call__(self, model: Decoder) -> Answered:
-        """Answers and scores all questions. A function that raises gives NaN for that answer. RewardError if one
-        returned no list of numbers, or took too long.
-        """
+        """Answers and scores all questions; a function that raises gives NaN. RewardError for no list of numbers."""
         rows = self.sampled_rows
         sampler = Sampler(
             model,

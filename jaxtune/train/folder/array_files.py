@@ -39,9 +39,7 @@ def reader(largest_bytes: int) -> Any:
 
 
 def _handler(options, read_at_once_gb: int | None = None):
-    """Filters Orbax's log lines from now on. read_at_once_gb: host memory for arrays not yet on their device; None: all
-    at once.
-    """
+    """Filters Orbax's log lines from now on. read_at_once_gb: host memory for arrays not yet on their device."""
     import orbax.checkpoint as ocp
 
     # Orbax logs each failure three times with a traceback, and hints that do not concern our users. We raise instead.
@@ -60,10 +58,7 @@ def _handler(options, read_at_once_gb: int | None = None):
 
 
 def _processes():
-    """Orbax's options. With several processes they wait through JAX's coordination service; else Orbax would use a
-    collective on devices that train. Each call numbers a barrier, so all processes must call equally often, in the same
-    order.
-    """
+    """Orbax's options, by which processes wait without collectives; all must call equally often, in one order."""
     import orbax.checkpoint as ocp
 
     count = processes.count()

@@ -211,9 +211,7 @@ class Checkpointer:
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Keeps, up to `newest`, the last `keep` proven undamaged checkpoints, the best and an unproven one. Later ones
-        go, too: the run repeats their steps.
-        """
+        """Keeps, up to `newest`, the last `keep` proven undamaged checkpoints, the best and an unproven one."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
@@ -358,9 +356,7 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """A checkpoint's record, checked for what restoring it reads. Raises CheckpointError for another format or a
-    damaged one.
-    """
+    """A checkpoint's record, checked for what restoring it reads. CheckpointError."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -453,9 +449,7 @@ def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
-    """A restored array as a leaf like `leaf`. Arrays of committed leaves were restored with their sharding; others go
-    to the default device, and keys are wrapped and placed here.
-    """
+    """A restored array as a leaf like `leaf`, placed if that is not committed."""
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)

@@ -84,9 +84,7 @@ def read_state(folder: Path) -> RunState:
 
 
 def _lives(lock: Path) -> bool:
-    """Another boot or start time means another process with the same pid. The lock is not tried: a run that starts just
-    then would find its folder in use.
-    """
+    """Whether the process lives: another boot or start time means another one with the same pid."""
     try:
         owner = json.loads(lock.read_text(encoding="utf-8"))
         pid, host = int(owner["pid"]), str(owner["host"])

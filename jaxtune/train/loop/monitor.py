@@ -60,10 +60,7 @@ class _Work:
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
-        """Metrics on speed, such as tokens_per_second (padding included) and mfu; needs at least one step.
-
-        peak_flops: FLOP/s of all devices; None leaves mfu out.
-        """
+        """Metrics on speed, such as tokens_per_second (padding included) and mfu; peak_flops: FLOP/s of all devices."""
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,
@@ -234,9 +231,7 @@ class Monitor:
         self.logger.flush()
 
     def _take(self) -> None:
-        """Processes the oldest dispatched step: callbacks, which may add metrics, then history, log, screen, guards.
-        Raises the error of a step that failed on the device.
-        """
+        """Processes the oldest dispatched step: callbacks, then history, log, screen, guards; raises its error."""
         self._record()
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
@@ -324,11 +319,7 @@ class Monitor:
         return means
 
     def _guard_adapters(self, steps: int, norms: np.ndarray) -> None:
-        """Raises TrainingStopped if an adapter's gradient was exactly zero in the first three steps with a gradient:
-        the loss does not depend on its module.
-
-          norms: float32[n], of each trainable tensor.
-        """
+        """TrainingStopped if an adapter's gradient, `norms` float32[n], was zero in the first three steps with any."""
         if self._looked_at == _FIRST_STEPS or self.run.config.guards.adapters_without_gradient:
             return
         self._looked_at += 1
@@ -344,11 +335,7 @@ class Monitor:
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """Raises TrainingStopped if the run must end. A skipped step is printed with its first rows.
-
-        In fp16 a step that is not finite while the loss scale is above 1 is an overflow, not an error. values: the
-        step's metrics on the host.
-        """
+        """TrainingStopped if the run must end, by the step's metrics `values`. In fp16 an overflow is no error."""
         nth = step + 1
         if values["finite"]:
             self.bad.clear()

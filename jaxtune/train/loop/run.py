@@ -87,9 +87,7 @@ def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) ->
 
 
 class _StepRows:
-    """The rows of each step on the device, loaded in a thread while the last step computes, unless their source samples
-    from the model after it.
-    """
+    """The rows of each step on the device, loaded in a thread while the last step computes."""
 
     def __init__(
         self,
@@ -104,9 +102,7 @@ class _StepRows:
         self._loading: tuple[int, Future[LoadedStep]] | None = None
 
     def of(self, step: int, state: Leaves[TrainState]) -> LoadedStep:
-        """(micro-batches, facts) of a step (from 0); the next one is loaded then. `state` is whole meanwhile, so
-        signals, time and errors save it (Saver.listening).
-        """
+        """(micro-batches, facts) of a step (from 0); the next one is loaded then."""
         with self._saver.listening(step, state):
             if self._engine.batches.needs_model:
                 load = functools.partial(self._engine.load_step, step, lambda: self._model(state))
@@ -121,8 +117,8 @@ class _StepRows:
         return loaded
 
     def dispatched(self, step: int) -> None:
-        """Loads the next step if rows of tables on the host come with it: only now has the device finished the step
-        before, so that it never has the rows of three. Other rows are few, and come a step earlier.
+        """Loads the next step if rows of tables on the host come with it, so that the device never has
+        those of three.
         """
         if self._engine.tables and self._loading is None:
             self.load(step + 1)
@@ -238,19 +234,29 @@ class Run:
                     break
             if saver.enabled:
                 saver.save(steps_done, state)
-            if skipped := monitor.skipped_in_row:
-                progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
-            loss = evaluate(steps_done) if self.evaluation.after_last(steps_done) and self.evaluates else math.nan
-            has_loss = self.evaluation.after_last(steps_done) and self.held_out() is not None
-            good = (
-                math.isfinite(loss) if has_loss else self._is_finite(at(steps_done), sums, state, frozen, micro_batches)
-            )
-            saver.poll(steps_done, state)
-            saver.finish(good)
-            if not good:
-                progress.print("warning: the loss of the trained weights is not finite")
+            finite = functools.partial(self._is_finite, at(steps_done), sums, state, frozen, micro_batches)
+            self._end(steps_done, state, evaluate, finite)
         monitor.callbacks.hears = contextlib.nullcontext  # or it would keep the optimizer's states
         return state, steps_done
+
+    def _end(
+        self,
+        steps_done: int,
+        state: Leaves[TrainState],
+        evaluate: Callable[[int], float],
+        finite: Callable[[], bool],
+    ) -> None:
+        """After the last step: the evaluation that is due, and whether the trained weights are good."""
+        saver, progress = self.saver, self.monitor.progress
+        if skipped := self.monitor.skipped_in_row:
+            progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
+        loss = evaluate(steps_done) if self.evaluation.after_last(steps_done) and self.evaluates else math.nan
+        has_loss = self.evaluation.after_last(steps_done) and self.held_out() is not None
+        good = math.isfinite(loss) if has_loss else finite()
+        saver.poll(steps_done, state)
+        saver.finish(good)
+        if not good:
+            progress.print("warning: the loss of the trained weights is not finite")
 
     def _dispatched(
         self,
@@ -299,9 +305,7 @@ class Run:
         frozen: Leaves[nnx.State],
         micro_batches: list[Batch],
     ) -> bool:
-        """Whether the last state's loss is finite on the first micro-batch, for runs that end without an evaluation.
-        sums (zeros) are donated.
-        """
+        """Whether the last state's loss is finite on the first micro-batch. sums (zeros) are donated."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, micro_batches[0], first).field("loss")
         return math.isfinite(float(partition.on_host(loss).sum()))

@@ -283,9 +283,7 @@ class Saver:
         self.monitor.progress.print(f"warning: {error}. The run continues, and the next save tries again")
 
     def _save(self, steps_done: int, state: Leaves[TrainState]) -> None:
-        """`save` that raises the CheckpointError of this save and, in a run of several processes, of the last one
-        (_await_save).
-        """
+        """`save` that raises the CheckpointError of this save and, in a run of several processes, of the last one."""
         self.flush(steps_done, state)
         if self.saved == steps_done:
             self._due = False

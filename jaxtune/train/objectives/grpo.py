@@ -151,9 +151,7 @@ def _centred(total: np.ndarray, equal: np.ndarray) -> np.ndarray:
 
 
 def _deviation(centred: np.ndarray, axis: int | None) -> np.ndarray:
-    """Unbiased standard deviation of values of mean 0 but NaN along `axis` (None: all), with kept dimensions; NaN for
-    fewer than two.
-    """
+    """Unbiased standard deviation of values of mean 0 but NaN along `axis` (None: all); NaN for fewer than two."""
     count = (~np.isnan(centred)).sum(axis=axis, keepdims=True)
     largest = np.fmax.reduce(np.abs(centred), axis=axis, keepdims=True, initial=0.0)
     largest = np.where(largest > 0, largest, 1.0)  # by which squares neither overflow nor vanish
@@ -434,7 +432,7 @@ def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(Losses, {metric: where clipping takes effect, by the advantage's sign}), [answers, tokens or 1], padding
-    included; "sapo" has no metrics.
+    included.
 
       ratio: float32[answers, tokens or 1], new over old.
       advantages: float32[answers, 1].
@@ -454,9 +452,7 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """float32[answers, tokens], without gradient: 1 at the `share` of masked tokens with the largest entropies, more if
-    equal.
-    """
+    """float32[answers, tokens]: 1 at the `share` of masked tokens with the largest entropies."""
     entropies = jax.lax.stop_gradient(entropies)
     bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)
     return ((entropies * mask >= bound) & (mask > 0)).astype(jnp.float32)

@@ -170,9 +170,7 @@ def _begins(documents: Documents, indices: np.ndarray) -> list[int]:
 
 
 def _mismatched(documents: Documents, indices: np.ndarray, begins: list[int], answer_rows: list[int]) -> Documents:
-    """The documents at `indices`, each followed by its prompt, of begins[row] tokens, with the answer of row
-    answer_rows[row].
-    """
+    """The documents at `indices`, each with the answer of row answer_rows[row]."""
     lengths = documents.lengths[indices].tolist()
     answers = [(index, begin, length - begin) for index, begin, length in zip(indices.tolist(), begins, lengths)]
     pieces: list[list[tuple[int, int, int]]] = []

@@ -184,13 +184,13 @@ class Forward:
         """(sum of weighted next-token losses in nats, sum of weights), float32. Logits never exist as a whole, here and
         in the other methods. hidden: [rows, length, hidden size], after the final norm.
         """
-        return self._of_head(linear_cross_entropy, model, hidden, batch)
+        return self._of_head(linear_cross_entropy, model, hidden, batch.targets, batch.weights)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
         """float32[rows, length]: each target's loss in nats times its weight. hidden: [rows, length, hidden size],
         after the final norm.
         """
-        return self._of_head(linear_token_losses, model, hidden, batch)
+        return self._of_head(linear_token_losses, model, hidden, batch.targets, batch.weights)
 
     def log_probs(
         self, model: Decoder, hidden: jax.Array, batch: Batch, *, temperature: float, entropy_gradient: bool = False
@@ -199,20 +199,8 @@ class Forward:
         logits. entropy_gradient: whether gradients flow through the entropies. hidden: [rows, length, hidden size],
         after the final norm.
         """
-        head = model.head_variable
-        with jax.named_scope("loss"):
-            weight, hidden = model.head_operands(hidden)
-            return linear_log_probs(
-                hidden,
-                weight,
-                batch.targets,
-                temperature=temperature,
-                entropy_gradient=entropy_gradient,
-                soft_cap=model.config.final_soft_cap,
-                logit_scale=model.config.logit_scale,
-                head_gradient=isinstance(head, nnx.Param),
-                chunk_tokens=self._chunk_tokens,
-            )
+        options = {"temperature": temperature, "entropy_gradient": entropy_gradient}
+        return self._of_head(linear_log_probs, model, hidden, batch.targets, **options)
 
     def divergence(
         self,
@@ -233,26 +221,16 @@ class Forward:
           beta: 0: forward KL, 1: reverse KL, between: a mixture (linear_divergence).
           temperature: divides both models' logits.
         """
-        config, teacher_config = model.config, teacher.config
         with jax.named_scope("loss"):
-            weight, hidden = model.head_operands(hidden)
             teacher_weight, teacher_hidden = teacher.head_operands(teacher_hidden)
-            loss, _, entropies = linear_divergence(
-                hidden,
-                weight,
-                teacher_hidden,
-                teacher_weight,
-                weights,
-                beta=beta,
-                temperature=temperature,
-                soft_cap=config.final_soft_cap,
-                logit_scale=config.logit_scale,
-                teacher_soft_cap=teacher_config.final_soft_cap,
-                teacher_logit_scale=teacher_config.logit_scale,
-                head_gradient=isinstance(model.head_variable, nnx.Param),
-                # The logits of two models exist for a token.
-                chunk_tokens=None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2),
-            )
+        operands, options = (teacher_hidden, teacher_weight, weights), {"beta": beta, "temperature": temperature}
+        options |= {
+            "teacher_soft_cap": teacher.config.final_soft_cap,
+            "teacher_logit_scale": teacher.config.logit_scale,
+            **self._of_two,
+        }
+        loss, _, entropies = self._of_head(linear_divergence, model, hidden, *operands, **options)
+        with jax.named_scope("loss"):
             return loss, (entropies * weights).sum()
 
     def top_k_divergence(
@@ -272,22 +250,10 @@ class Forward:
         teacher_log_probs: float32[rows, length, k], in nats, at the temperature.
         weights: float32[rows, length]. beta, temperature: as in `divergence`.
         """
+        operands, options = (teacher_ids, teacher_log_probs, weights), {"beta": beta, "temperature": temperature}
+        options |= self._of_two  # the bucket's logits exist beside the model's
+        loss, _, entropies = self._of_head(linear_top_k_divergence, model, hidden, *operands, **options)
         with jax.named_scope("loss"):
-            weight, hidden = model.head_operands(hidden)
-            loss, _, entropies = linear_top_k_divergence(
-                hidden,
-                weight,
-                teacher_ids,
-                teacher_log_probs,
-                weights,
-                beta=beta,
-                temperature=temperature,
-                soft_cap=model.config.final_soft_cap,
-                logit_scale=model.config.logit_scale,
-                head_gradient=isinstance(model.head_variable, nnx.Param),
-                # The bucket's logits exist beside the model's.
-                chunk_tokens=None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2),
-            )
             return loss, (entropies * weights).sum()
 
     def top_k(self, model: Decoder, hidden: jax.Array, k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
@@ -306,21 +272,24 @@ class Forward:
                 chunk_tokens=self._chunk_tokens,
             )
 
-    def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
-        """function(hidden, head, targets, weights, ...) of the model's head; logits exist chunk by chunk in it."""
-        head = model.head_variable
+    @property
+    def _of_two(self) -> dict[str, object]:
+        """The option by which twice the logits exist for a token."""
+        return {"chunk_tokens": None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2)}
+
+    def _of_head[T](
+        self, function: Callable[..., T], model: Decoder, hidden: jax.Array, *operands: jax.Array, **options: object
+    ) -> T:
+        """function(hidden, head, *operands, ...) of the model's head; logits exist chunk by chunk in it."""
+        of_head = {
+            "soft_cap": model.config.final_soft_cap,
+            "logit_scale": model.config.logit_scale,
+            "head_gradient": isinstance(model.head_variable, nnx.Param),
+            "chunk_tokens": self._chunk_tokens,
+        }
         with jax.named_scope("loss"):
             weight, hidden = model.head_operands(hidden)
-            return function(
-                hidden,
-                weight,
-                batch.targets,
-                batch.weights,
-                soft_cap=model.config.final_soft_cap,
-                logit_scale=model.config.logit_scale,
-                head_gradient=isinstance(head, nnx.Param),
-                chunk_tokens=self._chunk_tokens,
-            )
+            return function(hidden, weight, *operands, **of_head | options)
 
 
 def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:

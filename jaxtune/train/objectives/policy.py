@@ -295,9 +295,7 @@ class GRPO(Declared):
     def _compared(
         self, answers: Answers, cuts: AnswerCuts, trainer_logps: jax.Array, sampled: jax.Array
     ) -> dict[str, jax.Array]:
-        """Sums about masks and the sampler's probabilities. trainer_logps, sampled: float32[answers, tokens], under the
-        model that sampled, by trainer and sampler.
-        """
+        """Sums about masks and the sampler's probabilities. trainer_logps, sampled: float32[answers, tokens]."""
         apart, trained = jnp.abs(trainer_logps - sampled) * cuts.mask, (cuts.mask > 0).any(-1)
         sums = {"answers": cuts.present.sum(), MASKED: (cuts.present * ~trained).sum()}
         sums |= {_MISMATCH: apart.sum(), _FURTHEST: apart.max(initial=0.0)}

@@ -98,9 +98,7 @@ def orthogonal_tensors(
 
 
 def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
-    """Multiplies updates of embeddings and head by `share`. A list of parameters has no names: its update needs
-    `embeddings`, a bool for each.
-    """
+    """Multiplies updates of embeddings and head by `share`; of a list by its bools `embeddings`."""
 
     def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **unused):
         del unused
@@ -113,9 +111,7 @@ def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
-    """Adds `rate` times the parameter to decayed tensors' updates. A list of parameters has no names: its update needs
-    `decayed`, a bool for each.
-    """
+    """Adds `rate` times the parameter to decayed tensors' updates; of a list by its bools `decayed`."""
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
 

@@ -103,9 +103,7 @@ def first_states(optimizer: optax.GradientTransformation, parameters: Any, devic
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """What happens at the same time: at most one update and one copy in each direction. Fields are indices of groups;
-    None: nothing to do.
-    """
+    """At most one update and one copy in each direction at a time: indices of groups, or None."""
 
     update: int | None  # the group that is updated
     incoming: int | None  # the group whose states are copied to the device
@@ -113,9 +111,7 @@ class _Stage:
 
 
 def _stages(sizes: list[int]) -> list[_Stage]:
-    """The stages for groups with these bytes on the host. While a group above GROUP_BYTES is updated, the device has no
-    other group's states: its own are copied right before and after.
-    """
+    """The stages for groups with these bytes; a group above GROUP_BYTES is alone on the device."""
     stages, pending = [_Stage(None, 0, None)], None
     for group in range(len(sizes)):
         following = group + 1 if group + 1 < len(sizes) else None
@@ -129,9 +125,7 @@ def _stages(sizes: list[int]) -> list[_Stage]:
 
 
 def _groups(sizes: list[int]) -> list[list[int]]:
-    """Tensors in groups of at most 512 MiB of hosted states, or one larger tensor: copies are large, and states on the
-    device few. sizes: hosted bytes of each tensor.
-    """
+    """Tensors in groups of at most 512 MiB of hosted states, `sizes` of each, or one larger tensor."""
     groups: list[list[int]] = [[]]
     for tensor, size in enumerate(sizes):
         if groups[-1] and sum(sizes[member] for member in groups[-1]) + size > GROUP_BYTES:

@@ -192,9 +192,7 @@ _NEAR = 0.1
 
 
 def _near(costs: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
-    """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`; their
-    forecasts are taken to be equally wrong. placed: int[plans, known residuals], indices into PLACEMENTS.
-    """
+    """bool[plans]: which layer plans place at most a tenth of the residuals' bytes otherwise than `plan`."""
     residuals = costs.layers.all_residuals
     sizes = np.array([costs.layers.residuals[residual.name] for residual in residuals])
     plan_placements = np.array([PLACEMENTS.index(plan.of(residual)) for residual in residuals])
@@ -208,9 +206,7 @@ def _runs(plan: StepPlan) -> tuple[int, int | None, dict[str, int]]:
 
 
 def _related(costs: StepCost, plan: StepPlan, failed_plans: Sequence[StepPlan]) -> bool:
-    """Whether `plan` resembles a failed one: it runs alike with all in the same places, and first and last layers are
-    near.
-    """
+    """Whether `plan` resembles a failed one."""
     layers, residuals = plan.residuals.layers, costs.layers.all_residuals
     placed = np.array([[PLACEMENTS.index(layers[index].of(r)) for r in residuals] for index in (0, -1)])
     return any(
@@ -229,9 +225,7 @@ class _Relatives:
         self._near = [[_near(costs, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
-        """bool[rows, plans]: which pairs resemble a failed plan; the first of a pair is one of `rows`. number: [rows,
-        plans], how many of the `count` layers are under the first.
-        """
+        """bool[rows, plans]: which pairs resemble a failed plan; number: [rows, plans], layers under the first."""
         resembling = np.zeros(number.shape, bool)
         for first, last in self._near:
             uniform = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
@@ -264,10 +258,7 @@ def _best_pairs(
     tile,
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
-    """`_best_pair` for each number of tokens in `chunks` (ascending) whose logits exist at a time; one that does not
-    fit is the last. More tokens make the head faster and larger, and change nothing in the layers: a pair stays the
-    best while it fits.
-    """
+    """`_best_pair` for each number of tokens in `chunks` (ascending) whose logits exist at a time."""
     pairs: list[Forecast] = []
     for chunk in chunks:
         if pairs:
@@ -291,9 +282,7 @@ def _best_pair(
     tile: int | None,
     relatives: _Relatives | None = None,
 ) -> Forecast:
-    """The fastest pair of layer plans within `budget`, with as few layers under the first as fit; if none fits, the
-    smallest. relatives: pairs to leave out, unless no other fits.
-    """
+    """The fastest pair of layer plans within `budget`, with as few layers under the first as fit; else the smallest."""
     count, tokens = costs.shape.num_layers, costs.shape.tokens(micro)
     plans, forecasts = table
     head = head_forecast(costs, chunk_tokens, tokens, device)
@@ -315,8 +304,8 @@ def _best_pair(
     budget -= costs.fixed_bytes(micro) + costs.layers.cast_bytes + costs.layers.given_bytes * tokens
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
-        """The best pair whose first plan is one of `rows`: (none fits; seconds, or peak bytes; layers under the first;
-        index of the first; of the other).
+        """The best pair whose first plan is one of `rows`: (none fits; seconds, or peak bytes; layers;
+        index of each).
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
         over = count * kept_bytes + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget

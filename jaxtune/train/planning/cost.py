@@ -195,9 +195,7 @@ def _layers(
 def _tower(
     tower: Tower, spec: StepSpec, text: DecoderConfig, dtype: jnp.dtype, storage: str, weights: Sequence[Mapping]
 ) -> TowerParts:
-    """As if a picture filled each row. text: the text model's. storage: "fp32" or "bf16". weights: nnx.States of the
-    tower's trained and frozen ones.
-    """
+    """As if a picture filled each row. weights: nnx.States of the tower's trained and frozen ones."""
     config, patches, trains, shards = tower.config.blocks, spec.patches, tower.trains, spec.mesh_shape.shard_count
     hidden = float(config.hidden_size * dtype.itemsize)
     step_costs = StepParts(
@@ -267,9 +265,7 @@ def _divided(
 
 
 def _update_bytes(masters, optim: OptimConfig, max_grad_norm: float | None, adapts: bool) -> float:
-    """Device bytes of the update beside weights, states and gradients: the largest tensor's, as they are updated one by
-    one. 0 with an adapter. masters: float32 shapes of the trained weights.
-    """
+    """Device bytes of the update beside weights, states and gradients: the largest tensor's; 0 with an adapter."""
     if adapts:
         return 0.0
     size, name = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0), optim.name
@@ -287,9 +283,7 @@ def _update_bytes(masters, optim: OptimConfig, max_grad_norm: float | None, adap
 
 
 def _stored(masters, storage: str):
-    """Shapes of trained weights in their stored dtypes: float32 ("fp32"), or bfloat16 for two and more dimensions
-    ("bf16").
-    """
+    """Shapes of trained weights in their stored dtypes; storage "bf16": of two and more dimensions."""
     return jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
@@ -332,9 +326,7 @@ def _whole_gradient_bytes(layers: Sequence[Block], storage: str) -> float:
 
 
 def _given_bytes(model: Decoder, dtype) -> float:
-    """Bytes per token of values that layers read and do not compute. The decoder's count three times (value, source,
-    gradient), those of an earlier layer twice, however many layers read them.
-    """
+    """Bytes per token of values that layers read and do not compute: the decoder's thrice, an earlier layer's twice."""
     from_decoder, from_layers, provided_names = 0, dict[str, int](), set[str]()
     for layer in model.layers:
         for name, shape in layer.takes.items():
@@ -351,9 +343,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
-    """One SegmentCost for each (name, outputs) of a segment in any layer; layers without it count as zero work. kinds:
-    of each layer.
-    """
+    """One SegmentCost for each (name, outputs) of a segment in any layer; layers without it count as zero work."""
     segments: dict[tuple, tuple[Segment, bool, bool]] = {}
     kind_segments: dict[int, set[tuple]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
@@ -392,9 +382,7 @@ def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
-    """Bytes of a layer's compute-dtype copies of matrices that are trained whole; not of adapters, nor of float32
-    matrices.
-    """
+    """Bytes of a layer's compute-dtype copies of matrices that are trained whole."""
     cast = (matrix.weight for *_, matrix in layer.matrices() if matrix.compute != "float32")
     trained = [weight for weight in cast if isinstance(weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)

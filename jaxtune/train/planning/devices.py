@@ -79,9 +79,7 @@ def _limited_note() -> str:
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Bytes that one device may pin: its share of 70 % of the host's memory, or of XLA's limit without what loading
-    pins, if less.
-    """
+    """Bytes that one device may pin: its share of 70 % of the host's memory, or of XLA's limit."""
     return min(
         host_memory.size_bytes() * host_memory.PINNED_SHARE / on_host, host_memory.pinned_limit_bytes() / in_process
     )
@@ -143,40 +141,17 @@ def find_device(
     """
     if name == "cpu":  # for tests and tiny runs: one memory for device and host, and rates that only rank plans
         return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
-    is_local = memory_bytes is not None
     if (reason := refusal(name)) is not None:
-        raise ValueError(f"{'this GPU' if is_local else 'plan.device'} = {name!r}: {reason}")
-    sheet, ceilings = data_sheet(name), known_ceilings(name)
-    rated = sheet or DATA_SHEETS[_ASSUMED]
-    shares = DEVICE_SHARES.of("xla", name)
-    if sheet is None and not is_local:
+        raise ValueError(f"{'plan.device' if memory_bytes is None else 'this GPU'} = {name!r}: {reason}")
+    sheet = data_sheet(name)
+    if sheet is None and memory_bytes is None:
         near = difflib.get_close_matches(name, known_devices(), 3, 0.85)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
             f"plan.device = {name!r}: not a device that is known; {hint}known: {', '.join(known_devices())}"
         )
-    if ceilings is not None and ceilings.source == "measured":
-        rates = (
-            ceilings.gemm_bf16_tflops * 1e12 * shares.sustained,
-            ceilings.copy_tbps * 1e12,
-            ceilings.to_host_gbps * 1e9,
-        )
-        note = "rates measured on this machine"
-    else:
-        rates = (
-            rated.bf16_tflops * 1e12 * shares.products,
-            rated.copy_tbps * 1e12 * shares.copies,
-            rated.link_gbps * 1e9 * shares.link,
-        )
-        note = "not measured: from its data sheet, at the shares that an H200 reaches"
-        if sheet is None:
-            note = (
-                f"unknown device, with the rates of an {_ASSUMED}; `{spelled('profile ceilings')}` measures them once"
-            )
-        elif sheet is data_sheet("H200"):
-            note = "measured"
-    if sheet is not None and sheet.link_gbps == 0:
-        rates = (*rates[:2], 0.0)
+    rated, shares = sheet or DATA_SHEETS[_ASSUMED], DEVICE_SHARES.of("xla", name)
+    rates, note = _rates(name)
     hopper = "H100" in name or "H200" in name
     peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * shares.peers
     if memory_bytes is not None:
@@ -200,6 +175,27 @@ def find_device(
         usual_host_bytes=sheet.host_gb * 1e9 * host_memory.PINNED_SHARE,
         host_memory_bytes=host * 1e9,
     )
+
+
+def _rates(name: str) -> tuple[tuple[float, float, float], str]:
+    """((FLOP/s of products, bytes/s of copies and of the host link), where they are from)."""
+    sheet, ceilings, shares = data_sheet(name), known_ceilings(name), DEVICE_SHARES.of("xla", name)
+    if ceilings is not None and ceilings.source == "measured":
+        products = ceilings.gemm_bf16_tflops * 1e12 * shares.sustained
+        copies, link = ceilings.copy_tbps * 1e12, ceilings.to_host_gbps * 1e9
+        note = "rates measured on this machine"
+    else:
+        rated = sheet or DATA_SHEETS[_ASSUMED]
+        products = rated.bf16_tflops * 1e12 * shares.products
+        copies, link = rated.copy_tbps * 1e12 * shares.copies, rated.link_gbps * 1e9 * shares.link
+        note = "not measured: from its data sheet, at the shares that an H200 reaches"
+        if sheet is None:
+            note = (
+                f"unknown device, with the rates of an {_ASSUMED}; `{spelled('profile ceilings')}` measures them once"
+            )
+        elif sheet is data_sheet("H200"):
+            note = "measured"
+    return (products, copies, 0.0 if sheet is not None and sheet.link_gbps == 0 else link), note
 
 
 def limit(memory: MemoryConfig, device: Device) -> float | None:

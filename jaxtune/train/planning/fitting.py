@@ -98,9 +98,8 @@ def fitting_settings(
 def _surely_fits(costs: StepCost, spec: StepSpec, device: Device, budget: float) -> bool | None:
     """Whether a plan of one micro-batch fits; None if that needs a search.
 
-    It fits if one layer plan for all layers does. It does not if the least bytes under any plans are too many: with a
-    price for host bytes (a Lagrange multiplier), a mixture of plans that fits the host keeps at least the minimum of
-    both bytes, less the price of the host's room.
+    It fits if one layer plan for all layers does. It does not if the least bytes with any price of host bytes (a
+    Lagrange multiplier) are too many.
     """
     count, tokens, device = costs.shape.num_layers, costs.shape.tokens(1), beside_moved(costs, device)
     chunk = max(1, min(int(tokens), CHUNK_LOGITS[-1] // costs.shape.vocab_size))

@@ -27,6 +27,11 @@ from jaxtune.train.planning.sums_memory import in_sums
 STREAMED = "weights that arrive from the host"
 
 
+# What happens, then summands of its bytes: residuals, work, weights, and, negative, what is then in the memory of the
+# gradients' sums, which counts with these.
+type Moment = tuple[str, float, float, float, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class Forecast:
     plan: StepPlan  # the plan that is forecast
@@ -99,9 +104,7 @@ def head_forecast(costs: StepParts, chunk_tokens: int, tokens: float, device: De
 
 
 def _reference_forecast(costs: StepParts, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, bytes of a layer's values) of a frozen model's forward; its head takes one of the products that
-    head_forecast counts. costs: of that model.
-    """
+    """(seconds, bytes of a layer's values) of a frozen model's forward. costs: of that model."""
     layer, head = layer_forecast(costs, KEEP, tokens, device), head_forecast(costs, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * costs.shape.num_layers + head[1] / (3 if costs.head.trains else 2)
     return seconds, layer.kept + layer.work_forward
@@ -147,9 +150,7 @@ def tower_forecast(costs: StepParts, micro_batches: int, device: Device) -> Towe
 
 
 def _collective_seconds(costs: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """(seconds of all collectives of a step, seconds in which it waits for them). forward, backward: of all layers in a
-    micro-batch, when collectives can run.
-    """
+    """(seconds of all collectives of a step, seconds in which it waits for them)."""
     divided, layers = costs.divided, costs.shape.num_layers
     exchange, rate, micro, fit = divided.exchange, device.peer, plan.micro_batches, step_time(device)
     trained = exchange.weights - exchange.frozen
@@ -173,44 +174,40 @@ def _host_seconds(costs: StepCost, micro_batches: int, device: Device) -> float:
     return fit.host_step_seconds + micro_batches * (fit.host_micro_batch_seconds + layers)
 
 
-def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """The forecast of a step. groups: (forecast of a layer, number of layers) of consecutive layers with one plan.
-    head: (bytes, seconds).
-    """
-    head_bytes, head_seconds = head
-    reference = (0.0, 0.0)
-    if costs.reference_runs:
-        reference = _reference_forecast(costs.teacher or costs, plan, tokens, device)
-    if costs.teacher:
-        head_bytes += tokens * costs.teacher.shape.hidden_size * costs.shape.dtype.itemsize
+def _moments(
+    costs: StepCost,
+    plan,
+    groups: list[tuple[LayerForecast, int]],
+    head_bytes: float,
+    teacher_bytes: float,
+    towers: tuple[TowerForecast, TowerForecast],
+    tokens,
+    device,
+) -> list[Moment]:
+    """Those at which memory may be fullest. towers: of the model, and of the teacher."""
     kept_bytes = sum(layer.kept * count for layer, count in groups)
     # The last layer's residuals are not offloaded, because the backward starts with them.
     last, count = groups[-1]
     before = last if count > 1 else groups[max(len(groups) - 2, 0)][0]
-    micro, gathered = plan.micro_batches, costs.gathered_bytes
     leaving = bytes_with_gaps(before.leaving, device)
-    streamed = streamed_bytes(costs, last.kept, last.backward, device)
+    gathered, streamed = costs.gathered_bytes, streamed_bytes(costs, last.kept, last.backward, device)
     at_loss, at_forward = gathered[0] + streamed[0], gathered[1] + streamed[1]
-    model, residual_plan = costs.layers, plan.residuals
-    of_model = model.kinds, model.kind_counts, model.all_residuals, model.cast_bytes
-    lying = in_sums(costs.update.sums, *of_model, residual_plan, micro, tokens)
-    # Each moment: what it is, then summands of its bytes. The last is negative: what is then in the sums' memory, which
-    # counts with the sums.
+    of_model = costs.layers.kinds, costs.layers.kind_counts, costs.layers.all_residuals, costs.layers.cast_bytes
+    lying = in_sums(costs.update.sums, *of_model, plan.residuals, plan.micro_batches, tokens)
     reused_bytes = -lying(costs.shape.num_layers, False)
-    moments = [
+    moments: list[Moment] = [
         ("the loss: logits of a chunk, hidden states", kept_bytes, head_bytes + last.hosted, at_loss, reused_bytes),
         ("the forward of a layer", kept_bytes, last.hosted + last.work_forward + leaving, at_forward, reused_bytes),
     ]
-    if costs.teacher:
-        of_teacher = last.hosted + reference[1], costs.teacher.gathered_bytes[1]
+    (tower, teachers), teacher = towers, costs.teacher
+    if teacher:
+        of_teacher = last.hosted + teacher_bytes, teacher.gathered_bytes[1]
         moments.append(("the forward of the teacher", kept_bytes, *of_teacher, reused_bytes))
-    tower, teachers = tower_forecast(costs, micro, device), TowerForecast()
-    if costs.teacher and costs.teacher.tower:
-        teachers = tower_forecast(costs.teacher, micro, device)
-        of_tower = costs.teacher.tower.parts.gathered_bytes
+    if teacher and teacher.tower:
+        of_tower = teacher.tower.parts.gathered_bytes
         moments.append(("the forward of the teacher's tower", kept_bytes, teachers.forward, of_tower[1], 0.0))
     if costs.tower:
-        again = costs.tower.trains and costs.reference_runs and not costs.teacher  # beside all residuals
+        again = costs.tower.trains and costs.reference_runs and not teacher  # beside all residuals
         of_tower = costs.tower.parts.gathered_bytes
         moments.append(("the forward of the tower", kept_bytes if again else 0.0, tower.forward, of_tower[1], 0.0))
         if costs.tower.trains:
@@ -224,16 +221,22 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         weights = gathered[2] + streamed_bytes(costs, layer.kept, layer.backward, device)[2]
         moments.append(("the backward of a layer", below, layer.work + added_bytes, weights, -lying(layers, True)))
         above = layer.arriving
-    peak_moment, residuals, work, weights, reused_bytes = max(moments, key=lambda moment: sum(moment[1:]))
+    return moments
+
+
+def _bytes_at(peak: Moment, costs: StepCost, plan, tokens) -> dict[str, float]:
+    """The bytes of the fullest moment, or of the update if these are more."""
+    moment, residuals, work, weights, reused_bytes = peak
+    micro, model = plan.micro_batches, costs.layers
     arrived = STREAMED if any(costs.moved.streaming) else "gathered weights"
-    bytes_ = {"kept residuals": residuals, peak_moment: work, arrived: float(weights)}
+    bytes_ = {"kept residuals": residuals, moment: work, arrived: float(weights)}
     if all(layer == KEEP for layer in plan.residuals.layers):
         bytes_["experts' adapters for the kernels"] = model.shared
     of_tower = 0.0 if costs.tower is None else costs.tower.kept * costs.tower.parts.shape.tokens(micro)
     bytes_["values of the tower"] = of_tower
     bytes_["values that layers take from outside"] = model.given_bytes * tokens - of_tower
     bytes_["trainable weights in the compute dtype"] = model.cast_bytes
-    if costs.head.gradient_bytes and peak_moment.startswith("the backward"):
+    if costs.head.gradient_bytes and moment.startswith("the backward"):
         bytes_["gradient of the head"] = costs.head.gradient_bytes
     update = {"the update": costs.update.bytes}
     if costs.shape.devices > 1 and (micro > 1 or costs.update.sync_bytes):
@@ -243,6 +246,23 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     bytes_ = {**costs.fixed, **bytes_}
     if sums_change := reused_bytes - (costs.update.less_sums if micro == 1 else 0.0):
         bytes_["gradient sums"] += sums_change
+    return bytes_
+
+
+def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
+    """The forecast of a step. groups: (forecast of a layer, number of layers). head: (bytes, seconds)."""
+    head_bytes, head_seconds = head
+    reference = (0.0, 0.0)
+    if costs.reference_runs:
+        reference = _reference_forecast(costs.teacher or costs, plan, tokens, device)
+    if costs.teacher:
+        head_bytes += tokens * costs.teacher.shape.hidden_size * costs.shape.dtype.itemsize
+    micro = plan.micro_batches
+    tower, teachers = tower_forecast(costs, micro, device), TowerForecast()
+    if costs.teacher and costs.teacher.tower:
+        teachers = tower_forecast(costs.teacher, micro, device)
+    moments = _moments(costs, plan, groups, head_bytes, reference[1], (tower, teachers), tokens, device)
+    peak = max(moments, key=lambda moment: sum(moment[1:]))
     forward = sum(layer.forward * count for layer, count in groups)
     backward = sum(layer.backward * count for layer, count in groups)
     collective, exposed = _collective_seconds(costs, plan, forward, backward, device)
@@ -253,7 +273,7 @@ def _forecast(costs: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     seconds = micro * (step + step_time(device).micro_batch_seconds) + update + exposed
     return Forecast(
         plan=plan,
-        parts={name: value for name, value in bytes_.items() if value},
+        parts={name: value for name, value in _bytes_at(peak, costs, plan, tokens).items() if value},
         device_seconds=max(seconds, *(each.beside for each in added)),
         host_seconds=_host_seconds(costs, micro, device),
         recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),

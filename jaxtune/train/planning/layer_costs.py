@@ -154,9 +154,7 @@ def kind_of(layer: Block, spec, shape, length: int, dtype, seen: float | None = 
 
 @functools.lru_cache(64)
 def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: str, seen: float | None) -> LayerKind:
-    """`kind_of` of hashable values. leaves: (shape, dtype) of each array of the tree `structure`. device: a key of the
-    cache alone; segments look it up themselves.
-    """
+    """`kind_of` of hashable values. leaves: (shape, dtype) of each array of the tree `structure`."""
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
     once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
@@ -176,11 +174,10 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: 
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype, device: str) -> Work:
-    """The work of a segment. Quantised and FP8 matrices count by their fitted time on `device`, float32 ones by the
-    rate of the GPU for which programs are compiled (dispatch.device_kind).
+    """The work of a segment; float32 matrices count by the rate of the GPU compiled for.
 
-      residuals: {name: bytes per token} of all values that segments read or make.
-      seen_keys: mean number of keys that a token attends to.
+    residuals: {name: bytes per token} of all values that segments read or make.
+    seen_keys: mean number of keys that a token attends to.
     """
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
@@ -229,9 +226,7 @@ def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> fl
 
 
 def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens: int, result: Callable):
-    """Shapes of result(block, {residual: value}, layout) after the layer's forward on one row of `tokens` tokens,
-    traced and not run. arrays: shapes of the layer's (trained, other) arrays.
-    """
+    """Shapes of result(block, {residual: value}, layout) after the layer's forward on one row of `tokens` tokens."""
 
     def run(trainable, frozen, x):
         layout = packed_layout((1, tokens), None, 1)

@@ -190,8 +190,7 @@ def _remade(
     costs: StepParts, dropped, rounded, mean_sizes, of_kinds, seconds, tokens, device, tiles
 ) -> tuple[float, ...]:
     """What recomputation takes: (seconds of the mean layer, bytes in a feed-forward's backward, in a mixer's, at the
-    forward's end). Bytes are temporaries and recomputed residuals, the largest of all kinds of layers; -inf: no such
-    backward.
+    forward's end); -inf: no such backward.
 
       dropped, rounded: residuals that are recomputed, and kept in FP8.
       mean_sizes, of_kinds: {residual: bytes in a micro-batch} of the mean layer, and of each kind.
@@ -226,9 +225,7 @@ def _remade(
 
 
 def _travelling(costs: StepParts, offloaded, mean_sizes, hosted: float, seconds, device) -> tuple[float, float]:
-    """(forward, backward) bytes still on the host link while the next layer's feed-forward runs. The largest residuals
-    leave first and return last, while the mixer runs if its time is enough. hosted: bytes of all offloaded residuals.
-    """
+    """(forward, backward) bytes still on the host link while the next layer's feed-forward runs."""
     travelling = [hosted, hosted]
     offloaded = sorted(offloaded, key=lambda name: mean_sizes[name], reverse=True)
     for direction in (0, 1):
@@ -247,9 +244,7 @@ def _travelling(costs: StepParts, offloaded, mean_sizes, hosted: float, seconds,
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """The most device bytes of (a feed-forward's, a mixer's) backward; -inf: none. A feed-forward whose scratch memory
-    covers the mixer (Scratch.covers_mixer) counts as a mixer, in place of those before it.
-    """
+    """The most device bytes of (a feed-forward's, a mixer's) backward; -inf: none."""
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
     derivatives = kind.derivative_bytes
@@ -283,9 +278,7 @@ def _mixers_before(kind: LayerKind, feed_forward: str) -> list[str]:
 
 
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
-    """Bytes of the mixer's first dropped residuals, not in memory while the feed-forward is differentiated; 0 if a
-    middle segment is recomputed, too, which reads them and brings them back earlier.
-    """
+    """Bytes of the mixer's first dropped residuals, not in memory while the feed-forward is differentiated."""
     if any(name in dropped for segment_outputs in outputs[1:-1] for name in segment_outputs):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])

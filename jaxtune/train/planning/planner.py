@@ -164,9 +164,7 @@ class Planner:
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self) -> tuple[Forecast, bool]:
-        """(forecast, whether it is the smallest plan) of the next plan. The first process decides, as host memory and
-        measured rates may differ.
-        """
+        """(forecast, whether it is the smallest plan) of the next plan, which the first process decides."""
 
         def found() -> list[Any]:
             try:

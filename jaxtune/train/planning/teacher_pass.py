@@ -106,9 +106,7 @@ class TeacherPass:
         return weights + max(planner.working_bytes(planner.plan), device), host
 
     def _changes(self, teacher: Decoder, budget_bytes: float | None) -> Iterator[str]:
-        """Changes of the config that each let the pass fit (None: unchecked): the teacher in NF4, or the longest row of
-        half, a quarter ... of the tokens, down to 256.
-        """
+        """Changes of the config that each let the pass fit (None: unchecked)."""
 
         def fits(make_teacher: Callable[[], Decoder], length: int | None = None) -> bool:
             if budget_bytes is None:

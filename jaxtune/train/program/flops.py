@@ -56,9 +56,7 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
 
 
 def _seen(lengths: np.ndarray, window: int | None) -> float:
-    """About twice the pairs of tokens that see each other: the sum of length^2, less what a sliding window hides (None:
-    no window).
-    """
+    """About twice the pairs of tokens that see each other: the sum of length^2, less what a window hides."""
     hidden = 0 if window is None else np.maximum(lengths - window, 0)
     return float((lengths.astype(float) ** 2 - hidden**2).sum())
 

@@ -173,8 +173,8 @@ class GradientSync:
         return jax.tree.unflatten(structure, summed_leaves), new
 
     def _added(self, buffer: Buffer, tensors: list[jax.Array], errors, unit: jax.Array, seed, stream: int):
-        """`added` for one buffer. seed: uint32[2]; None: round to nearest. stream: of random numbers for the first leg;
-        the second uses the next.
+        """`added` for one buffer. seed: uint32[2]; None: round to nearest. stream: of the first leg's
+        random numbers.
         """
         flat = [tensor.reshape(-1).astype(jnp.float32) for tensor in tensors]
         mine = jnp.concatenate([jnp.pad(tensor, (0, -tensor.size % low_format.BLOCK)) for tensor in flat])

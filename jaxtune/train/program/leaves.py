@@ -20,7 +20,6 @@ from jaxtune.train.optimizer import stacks
 class _Structure:
     """A tree without its leaves, equal to itself only, so that JAX compares it at once.
 
-    definition: its PyTreeDef.
     stacks: indices of the leaves of each array that holds several; the other leaves follow these arrays.
     """
 

@@ -465,9 +465,7 @@ class StepProgram:
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
-        """Updated weights in their stored dtypes. Tensor i is rounded by random stream `stream` + i, so that updates
-        one by one give the same bits.
-        """
+        """Updated weights in their stored dtypes; tensor i is rounded by random stream `stream` + i."""
         if self.weights == "fp32":
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)

@@ -134,9 +134,7 @@ class StoredTeacher:
 
     @functools.cached_property
     def _opened(self) -> Pretrained:
-        """The named teacher's or the base's checkpoint, without weights. Raises ConfigError for random weights, an
-        adapter, or another tokenizer or vocabulary; ValueError, OSError.
-        """
+        """The named teacher's or the base's checkpoint, without weights. ConfigError, ValueError, OSError."""
         assert self._column is not None
         path, load_in = of_pass(self._column.teacher, self._load_in, self._base)
         opened = Pretrained(path, self._precision.dtype, load_in)
@@ -264,9 +262,7 @@ class StoredTeacher:
     def _teaching(
         self, engine: Engine, planned: TeacherPass, say: Callable[[str], None]
     ) -> Callable[[TaughtRows, np.ndarray | None], None]:
-        """A function (rows, array) that computes values by a pass into the array; None only takes part. Loads the
-        teacher. Both are collective.
-        """
+        """A function (rows, array) that computes values by a pass into the array; None only takes part. Collective."""
         assert self._column is not None
         shape = partition.MeshShape.of(engine.mesh)
         teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.shard_count > 1 else None)
@@ -299,9 +295,7 @@ class StoredTeacher:
         return compute
 
     def _path(self, rows: TaughtRows) -> Path | None:
-        """The file of these rows' values, named by digest, k, tokens, masks, and how documents are cut; None without a
-        digest.
-        """
+        """The file of these rows' values, named by digest, k, tokens and masks; None without a digest."""
         if self.digest is None:
             return None
         documents, values = rows.documents, rows.values
@@ -318,9 +312,8 @@ class StoredTeacher:
 
 @contextlib.contextmanager
 def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | None]:
-    """A context with an array [values.total] to fill, which becomes `values.stored`: in memory without a path, else
-    mapped from the file, which appears complete or not at all. The first process writes it, and one of each host that
-    does not see it; others get None. Collective. Raises ConfigError.
+    """A context with an array [values.total] to fill, which becomes `values.stored`; None in processes that do not
+    write. Collective. ConfigError.
     """
     if path is None:
         array = np.zeros(values.total, TeacherValues.entry(values.k))
@@ -347,9 +340,7 @@ def _stored(path: Path | None, values: TeacherValues) -> Iterator[np.ndarray | N
 
 @contextlib.contextmanager
 def _written(path: Path, values: TeacherValues) -> Iterator[np.ndarray]:
-    """A context with an array mapped from a `new_file` whose size is reserved on the disk; it is sealed at the end.
-    Raises ConfigError on entering.
-    """
+    """A context with an array mapped from a `new_file` of reserved size, sealed at the end. ConfigError on entering."""
     with contextlib.ExitStack() as stack:
         with disk_errors(path.parent):  # a full disk is an error here
             path.parent.mkdir(parents=True, exist_ok=True)

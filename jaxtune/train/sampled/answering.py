@@ -216,11 +216,7 @@ class Answering(Protocol):
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[SampledTurns], dict[str, float]]:
-        """Samples one answer to each prompt: (answers in order, metrics by name).
-
-        prompts: each once for each of its answers, consecutive.
-        seeds: of each answer.
-        """
+        """Samples one answer to each prompt: (answers in order, metrics by name)."""
         ...
 
 
@@ -329,10 +325,7 @@ class ToolTurns:
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[SampledTurns], dict[str, float]]:
-        """Metrics are "tools/call_frequency" (calls an answer) and "tools/failure_frequency" (share that failed). An
-        answer's next turn begins as soon as its tools have answered. Raises ConfigError if an environment makes a
-        prompt too long.
-        """
+        """Metrics are "tools/call_frequency" (calls an answer) and "tools/failure_frequency" (share that failed)."""
         dialogues = self._new_dialogues(prompts, seeds)
         sampler = self.sampling.sampler(model, [dialogue.answer.prompt_ids for dialogue in dialogues], turns=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
@@ -369,9 +362,7 @@ class ToolTurns:
         }
 
     def _new_dialogues(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[_Dialogue]:
-        """The answers before their first turn, with their environments reset. Raises ConfigError if added text leaves
-        too little room.
-        """
+        """The answers before their first turn, with their environments reset. ConfigError for too little room."""
         if not self.tools.has_environments:
             return [
                 _Dialogue(SampledTurns(prompt.ids, prompt.turns, sampled=[]), seed, prompt.columns, None)

@@ -316,11 +316,10 @@ def own_samples(
 
 
 class _Reading:
-    """Makes a TokenisedRow of a row of columns. Raises RowError.
+    """Makes a TokenisedRow of a row of columns. RowError.
 
     length: most tokens with the data's answer.
     most_tokens: of a prompt.
-    needs_answer: whether the data's answer is needed.
     """
 
     def __init__(
@@ -355,9 +354,7 @@ class _Reading:
 
 
 def _with_own_answer(index: int, row: TokenisedRow) -> Answer:
-    """The data's answer; it begins with the first trained token but at least one is prompt. Empty if only prompts were
-    tokenised.
-    """
+    """The data's answer, from the first trained token on; empty if only prompts were tokenised."""
     first = row.mask.index(True, 1) if row.own else 0
     ids = row.own[first:]
     return Answer(index, row.own[:first], ids, (0.0,) * len(ids), "stop", sampled=row.mask[first:])

@@ -276,9 +276,7 @@ def _answering(
     length: int,
     pictures: PictureOptions | None = None,
 ) -> Answering:
-    """A RolloutFunction, ToolTurns, or OneTurn, by the user's functions. Raises ConfigError if the template cannot
-    write calls. length: most tokens of prompt and answer.
-    """
+    """A RolloutFunction, ToolTurns, or OneTurn, by the user's functions. ConfigError if the template lacks calls."""
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today)
     completions = completions_of(tokenizer, data.trained_template)
     processor = None if pictures is None else pictures.processor

@@ -231,8 +231,8 @@ class RewardFunctions:
         return np.stack(columns, axis=1)
 
     def _rewards(self, index: int, sampled: Sampled, pending: Pending | None) -> np.ndarray:
-        """[answers], the rewards of function `index`, NaN where it does not apply. pending: its running call; None: it
-        is called here. RewardError as `errors` says.
+        """[answers], the rewards of function `index`, NaN where it does not apply; pending: its running
+        call, or None.
         """
         function, name = self.functions[index], self.names[index]
         outcome = self._outcome(function, name, sampled) if pending is None else pending.outcome()
@@ -306,12 +306,7 @@ def _failed(
     line: str = "",
     earlier: BaseException | None = None,
 ) -> RewardError:
-    """The RewardError about an exception.
-
-    index: of the shown answer.
-    qualifier, line: words about it.
-    earlier: what the call with all answers raised.
-    """
+    """The RewardError about an exception, of the shown answer `index`."""
     lines = [_row(sampled, index), line, "objective.reward_errors=skip leaves such answers without this reward"]
     if earlier is not None and words.in_words(earlier) != words.in_words(error):
         lines.append(words.described("the call with all answers raised", earlier))
@@ -339,9 +334,7 @@ def load_function(name: str, key: str = _KEY) -> RewardFunction:
 
 
 def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
-    """Copies of the arguments that the function names, or all with **parameters. Further arguments hide columns;
-    prompts, completions and completion_ids hide both.
-    """
+    """Copies of the arguments that the function names, or all with **parameters."""
     turns = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     parameters = inspect.signature(function).parameters if sampled.named else {}
     named = {name: value for name, value in sampled.named.items() if name in parameters and name not in sampled.columns}
@@ -351,9 +344,7 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 
 
 def _checked(name: str, values: Any, count: int, nan_is_none: bool = False) -> np.ndarray:
-    """A function's rewards as float64[count], NaN for None. RewardError unless they are an ordered collection of
-    `count` numbers, finite in float32, or None.
-    """
+    """A function's rewards as float64[count], NaN for None. RewardError for another list."""
     unordered = isinstance(values, str | bytes | bytearray | Mapping | Set)
     try:
         value_count = None if unordered else len(values)

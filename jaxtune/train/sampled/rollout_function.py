@@ -116,9 +116,7 @@ class RolloutFunction:
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[SampledTurns], dict[str, float]]:
-        """Raises ConfigError if a list is missing, has not an entry for each prompt, or an answer is empty, too long,
-        or has another number of log-probabilities.
-        """
+        """ConfigError for a list that is missing or of another length, or an answer that is empty or too long."""
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
         shown_prompts = [prompt.turns for prompt in prompts]
         result = self._called([own_copy(prompt) for prompt in shown_prompts], sampler)
@@ -161,10 +159,9 @@ class RolloutFunction:
     def _given(
         self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]
     ) -> SampledTurns:
-        """One returned answer, checked. Raises ConfigError.
+        """One returned answer, checked. ConfigError.
 
         mask: 1 for each of `ids` that was sampled; None: all.
-        columns: what else was returned, for reward functions.
         """
         settings = self.sampling.settings
         if not len(ids) == len(logps) == len(ids if mask is None else mask):

@@ -326,9 +326,7 @@ class SampledAnswers(BatchSource):
         return [int(orders[position // count][position % count]) for position in positions]
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
-        """Samples and rewards generation `number` before `step`, and keeps its metrics and lines. First waits for the
-        step before, so that its memory is free. Raises RewardError.
-        """
+        """Samples and rewards generation `number` before `step`, and keeps its metrics and lines. RewardError."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         settings, start_time = self.settings, time.monotonic()
@@ -375,9 +373,7 @@ class SampledAnswers(BatchSource):
         return answers
 
     def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
-        """float64[answers]: sum of log p - log p_ref over counted tokens, in nats; p is the sampler's, at its
-        temperature, before top_k, top_p, min_p and the penalty.
-        """
+        """float64[answers]: sum of log p - log p_ref over counted tokens, in nats, at the sampler's temperature."""
         assert self._reference is not None
         divergences = np.zeros(len(answers))
         for start in range(0, len(answers), self.answers_per_step):

@@ -98,9 +98,7 @@ def call(function: Callable, given: Mapping[str, object], name: str, seconds: fl
 
 
 def _here(function: Callable[[], object], name: str, seconds: float | None) -> Outcome:
-    """Calls in this thread, within `seconds` (None: no limit). Only a signal's exception is raised; others are in the
-    outcome.
-    """
+    """Calls in this thread, within `seconds` (None: no limit); only a signal's exception is raised."""
     began = time.monotonic()
     outcome = Outcome()
     with _Signals() as signals:

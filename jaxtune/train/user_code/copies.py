@@ -31,9 +31,7 @@ def own_copies(given: Mapping[str, object], shared: frozenset[str] = frozenset()
 
 
 def _copied(value: Any, copies_by_id: dict[int, object]) -> Any:
-    """A copy of nested containers; other objects, and tuples in which nothing changes, are the same. copies_by_id:
-    copies made so far, so that cycles and shared objects stay such.
-    """
+    """A copy of nested containers; copies_by_id: those so far, so that cycles and shared objects stay such."""
     kind = type(value)
     if kind in _LEAVES or not isinstance(value, _TYPES):
         return value

@@ -82,9 +82,7 @@ def _run(path: Path, text: bytes, name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _beside(folder: Path) -> Iterator[None]:
-    """The folder is first on sys.path, as a script's is, and equal names from other files' folders are hidden;
-    afterwards it is last.
-    """
+    """Has the folder first on sys.path, as a script's is; afterwards it is last."""
     folder_modules = _imported.setdefault(folder, {})
     other_modules = [modules for other_folder, modules in _imported.items() if other_folder != folder]
     hidden = {

@@ -58,7 +58,8 @@ class Family:
     tower: Callable[[Config], TowerConfig] | None = None
     """Reads the tower of a whole model's config.json; None: pictures are not supported."""
     text_alone: bool = False
-    """Whether AutoModelForCausalLM builds the text model alone for a multimodal folder; adapters' names follow from it.
+    """Whether AutoModelForCausalLM builds the text model alone for a multimodal folder; adapters'
+    names follow from it.
     """
 
     @functools.cached_property
@@ -111,9 +112,7 @@ class Family:
         return hf | WRITTEN | dict(self.written) | config.head.hf_config()
 
     def _require_whole_heads(self, config: DecoderConfig) -> None:
-        """Raises ValueError for a partly rotated head where transformers' class ignores the factor. "proportional" is
-        not checked, because every class reads its factor.
-        """
+        """ValueError for a partly rotated head where transformers' class ignores the factor."""
         if PARTIAL_ROTARY in self.entries:
             return
         for rope in config.rotary:

@@ -71,9 +71,7 @@ def prepared(hf: Config) -> Fields:
 
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
-    """The two earlier keys from per_layer_config. A size that it lacks is head_dim or num_key_value_heads, even if the
-    file has the earlier keys. ValueError for sizes that differ between layers of a type, or of sliding layers.
-    """
+    """The two earlier keys from per_layer_config. ValueError for sizes that differ between layers of a type."""
     usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
     sizes_by_layer = {int(index): sizes for index, sizes in hf["per_layer_config"].items()}
     shape_by_type = dict.fromkeys((FULL, SLIDING), usual)
@@ -153,9 +151,7 @@ def _unshared(layer: LayerSpec) -> LayerSpec:
 
 
 class _Sharing:
-    """The last num_kv_shared_layers layers, which take keys and values of the last layer of their type before all of
-    these, and have an MLP of twice the width if use_double_wide_mlp is true.
-    """
+    """The last num_kv_shared_layers layers, which take keys and values of the last layer of their type before."""
 
     gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
     keys = (
@@ -200,9 +196,7 @@ def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
 
 
 class _PerLayer:
-    """Per-layer embeddings: their sizes, and the stage of every layer that adds them; none if
-    hidden_size_per_layer_input is 0 or null.
-    """
+    """Per-layer embeddings: their sizes, and the stage of every layer that adds them."""
 
     gives = ("per_layer_size", "per_layer_vocab_size")
     keys = (
@@ -226,9 +220,7 @@ class _PerLayer:
 
 
 class _Experts:
-    """Experts in parallel with the MLP if enable_moe_block is true. Each has norms before and after it, and their sum
-    one more.
-    """
+    """Experts in parallel with the MLP if enable_moe_block is true."""
 
     gives = ("moe",)
     record = Record(

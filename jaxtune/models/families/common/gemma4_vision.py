@@ -44,9 +44,7 @@ def gemma4_tower(hf: Config) -> Gemma4TowerConfig:
 
 
 def _of_text(text: Config) -> Fields:
-    """transformers' forward of Gemma 4 12B has runs in full layers, too; its generation and the 26B's and 31B's forward
-    have not.
-    """
+    """transformers' forward of Gemma 4 12B has runs in full layers, too; the 26B's and 31B's have not."""
     both_ways = "windows" if text.get("use_bidirectional_attention") == "vision" else None
     return {"placeholder": text.get("pad_token_id") or 0, "both_ways": both_ways}
 

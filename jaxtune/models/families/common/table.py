@@ -38,9 +38,7 @@ def check_window_pattern(key: str, value: Any) -> None:
 
 
 def _token(name: str) -> Key:
-    """A special token's id or ids, only checked. Null is written, because without the key the Hugging Face class has a
-    default that may exceed the vocabulary.
-    """
+    """A special token's id or ids, only checked. Null is written, or the Hugging Face class takes its default."""
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
 

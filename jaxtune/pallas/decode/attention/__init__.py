@@ -1,6 +1,4 @@
-"""Attention over a key/value cache, in sampling, of one new token of each row or of a chunk of a prompt; and the
-cache.
-"""
+"""Attention over a key/value cache, of one new token of each row or of a chunk of a prompt; and the cache."""
 
 from jaxtune.pallas.decode.attention.api import decode_attention, implementations
 from jaxtune.pallas.decode.attention.cache import as_cached, cache_capacity, cache_of, written

@@ -16,11 +16,9 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """{name: why it refuses a call, or None}, in the order of preference; only shapes and dtypes are read. A function
-    may first compare its kernel with the reference on this GPU, which takes seconds.
+    """{name: why it refuses a call, or None}, in the order of preference; a first use compares a kernel, in seconds.
 
-      query, keys: [B, heads, D], and the cache [B, kv_heads, capacity, D]; arrays or shapes.
-      soft_cap: of the scores, or None; names the check at first use.
+    query, keys: [B, heads, D], and the cache [B, kv_heads, capacity, D]; arrays or shapes.
     """
 
     def kernel(name):
@@ -33,10 +31,8 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
-    """Compares a small case with the reference: an empty row, rows that end within and at the end of a tile, and rows
-    longer than the cache, then a ring.
-
-      module: `decode` computes the case; `variant` names the tiles of the compiled kernel.
+    """Compares a small case with the reference: rows empty, of whole and broken tiles, longer than the cache, and a
+    ring.
     """
     (_, heads, dim), kv_heads, dtype = query.shape, keys.shape[1], jnp.dtype(query.dtype)
     group = heads // kv_heads

@@ -1,6 +1,6 @@
-"""The key/value cache of decode_attention: [rows, kv_heads, capacity, D] of keys, and the same of values, so that a
-kernel reads the keys of one head of one row as one piece. The token at position p is at index p % capacity: with a
-sliding window the cache may be a ring, in which a new token replaces one that no later token sees.
+"""The key/value cache of decode_attention: [rows, kv_heads, capacity, D] of keys, and the same of values.
+
+The token at position p is at index p % capacity: with a sliding window the cache may be a ring.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LARGEST = 448.0  # of e4m3
 
 
 def as_cached(numbers: jax.Array, dtype) -> jax.Array:
-    """Keys or values in a cache's dtype; those beyond e4m3's largest number become that, as kernels round them."""
+    """Keys or values in a cache's dtype, at most e4m3's largest number."""
     if dtype != jnp.float8_e4m3fn:
         return numbers.astype(dtype)
     return jnp.clip(numbers, -_LARGEST, _LARGEST).astype(dtype)
@@ -38,11 +38,10 @@ def cache_capacity(tokens: int, window: int | None = None) -> int:
 
 @on_any_mesh
 def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
-    """The cache [B, kv_heads, capacity, D] of prompts after a prefill. Indices without a token hold finite numbers.
+    """The cache [B, kv_heads, capacity, D] of prompts after a prefill.
 
     tokens: [B, T, kv_heads, D], keys or values; entries past a row's length are ignored and must be finite.
     lengths: int32[B], from 0 to T; of a row longer than `capacity` the last `capacity` tokens stay.
-    capacity: keys that a row has room for; shorter than T for a ring.
     """
     check = Arguments("cache_of")
     check.array("tokens", tokens, "B T kv_heads D", str(tokens.dtype))
@@ -60,12 +59,10 @@ def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
 
 @on_any_mesh
 def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """The cache with the key or value of one new token of each row at index `position % capacity`. It is not copied if
-    the old one is donated or not read again.
+    """The cache [B, kv_heads, capacity, D] with the key or value of one new token of each row, in place if it can be.
 
-      new: [B, kv_heads, D] in the cache's dtype.
-      positions: int32[B], the tokens before each new one; rows with a negative position do not change.
-      cache: [B, kv_heads, capacity, D].
+    new: [B, kv_heads, D] in the cache's dtype.
+    positions: int32[B], the tokens before each new one; rows with a negative position do not change.
     """
     check = Arguments("written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))

@@ -1,6 +1,4 @@
-"""Prefill in chunks: attention of a chunk of new tokens over each other and over the cache of earlier tokens, and the
-write of the chunk into the cache.
-"""
+"""Prefill in chunks: attention of a chunk of new tokens, and the write of the chunk into the cache."""
 
 from __future__ import annotations
 
@@ -32,17 +30,13 @@ def chunk_attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of the next N tokens of each row over each other and over the row's cache from before them: [B,
-    N, heads, D] in query's dtype. XLA computes it in tiles of 512 keys, the cache's in ascending order of its indices,
-    then the new ones, so that a longer cache gives the same bits.
+    N, heads, D] in query's dtype. A longer cache gives the same bits.
 
       query: [B, N, heads, D] bfloat16, float16 or float32.
-      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, attended to as they are. For an FP8 cache the caller
-      rounds them for `chunk_written`; here, too, if later tokens shall see the same numbers.
+      new_keys, new_values: [B, N, kv_heads, D] in query's dtype, attended to as they are: for an FP8 cache round them.
       keys, values: [B, kv_heads, capacity, D] in query's dtype or float8_e4m3fn (no scales), finite.
       before: int32[B], tokens before the new ones; of a longer row the cache has the last `capacity`.
-      scale: factor on scores. window: a token sees itself and the window - 1 before it; None: all.
-      soft_cap: scores s become cap * tanh(s / cap). sinks: float[heads], a logit per head without a value. None of
-      these four is checked, nor the ratio of heads.
+      scale, window, soft_cap, sinks: of decode_attention; not checked.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)
@@ -121,10 +115,7 @@ def chunk_attention(
 
 
 def _in_tiles(keys: jax.Array, values: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
-    """The same in tiles, whose axis comes first; keys that pad the last tile have position -1.
-
-    keys, values: [B, kv_heads, T, D]. positions: int32[B, T].
-    """
+    """The same in tiles, whose axis comes first; keys that pad the last tile have position -1."""
     padding = -keys.shape[2] % _TILE
 
     def divided(array: jax.Array) -> jax.Array:  # [B, kv_heads, T, D]
@@ -137,13 +128,11 @@ def _in_tiles(keys: jax.Array, values: jax.Array, positions: jax.Array) -> tuple
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-    """The cache with the next tokens' keys or values at index `position % capacity`; a ring keeps the last
-    `capacity`. chunk_attention of these tokens needs the cache from before. It is not copied if the old one is donated
-    or not read again.
+    """The cache [B, kv_heads, capacity, D] with the next tokens' keys or values; a ring keeps the last `capacity`, so
+    that chunk_attention must come first. In place if it can be.
 
       new: [B, N, kv_heads, D] in the cache's dtype.
       before: int32[B], tokens before the new ones, at least 0.
-      cache: [B, kv_heads, capacity, D].
       counts: int32[B], how many of the N are tokens, the first ones; None: all.
     """
     check = Arguments("chunk_written")

@@ -1,6 +1,4 @@
-"""Copies rows of one cache into rows of another, such as prefilled prompts into slots. XLA's scatter moves 16-bit
-numbers one at a time, at a tenth of the memory's speed.
-"""
+"""Copies rows of one cache into rows of another; XLA's scatter does so at a tenth of the memory's speed."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ def inserted(
     cache: jax.Array, staged: jax.Array, rows: jax.Array, slots: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
     """`cache` [N, kv_heads, capacity, D] with row rows[i] of `staged` at row slots[i], or nowhere if there is no such
-    row. It is not copied if the old one is donated or not read again.
+    row; in place if it can be.
 
       staged: [R, kv_heads, its capacity, D] in the cache's dtype, of no larger capacity; a row's later entries stay.
       rows, slots: int32[G]; slots that exist all differ.
-      implementation: "triton" (caches of 16 bits, or from compute capability 8.9 of float8_e4m3fn), "reference" (XLA's
-        scatter), or None: the first that supports the call.
+      implementation: "triton" (caches of 16 bits, or from compute capability 8.9 of e4m3), "reference", or None.
     """
     check = Arguments("inserted")
     check.array("cache", cache, "N kv_heads capacity D", str(cache.dtype))

@@ -1,8 +1,7 @@
 """Decode attention as Pallas Mosaic GPU kernels for Hopper: one over splits of the keys, one that combines the splits.
 
-XLA writes the splits into a table, the longest first, and each multiprocessor runs one program that works through its
-share. All query heads of a KV head are rows of one tensor-core tile of 64, mostly unused: the products take a third of
-the time that reading the cache takes.
+Each multiprocessor runs one program over its share of a table of splits, the longest first. All query heads of a KV
+head are rows of one tensor-core tile of 64, mostly unused: the products take a third of the time of the cache's reads.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 
 
 
 def blocks_of(dim: int, dtype) -> Blocks:
-    """HEURISTIC's blocks, or those forced or measured (tuning.py; no measurements are packaged)."""
+    """HEURISTIC's blocks, or those forced or measured."""
     measured = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
     return Blocks(**measured) if measured else HEURISTIC[dim]
 
@@ -73,19 +72,18 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """The blocks as a string, which names the check at first use: other blocks are another kernel."""
+    """The blocks as a string, which names the check at first use."""
     return str(blocks_of(query.shape[-1], query.dtype).as_dict())
 
 
 def work_of(lengths, capacity: int, window: int | None, step: int):
-    """The kernels' work, as tables. They depend on no queries or keys, so XLA computes them once for all layers of the
-    same window and capacity.
+    """The kernels' work, as tables that layers of the same window and capacity share.
 
     Returns (table int32[B * splits, 6], the longest splits first: row, split, first tile, tiles, index of the row's
     newest key, tokens that the newest may see (seen_of); int32[1], lines with tiles; order and count of order_of).
 
       lengths: int32[B], tokens of each row, 0 for none. step: keys of a tile.
-      capacity: keys of a row's ring. window: tokens that the newest sees, itself included; None: all.
+      window: tokens that the newest sees, itself included; None: all.
     """
     first, tiles = live_tiles(lengths, capacity, window, step)
     row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))
@@ -97,12 +95,9 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
 
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
-    """Attention over each split alone: (float32[B, kv_heads, splits, padded heads, D], normalised by the split's own
-    sum of weights; log-sum-exps float32[B, kv_heads, splits, padded heads] in log2). Splits without visible keys stay
-    unwritten.
+    """Attention over each split alone: (float32[B, kv_heads, splits, padded heads, D], its log-sum-exps in log2).
 
-      query: [B, kv_heads, padded heads, D], rows of zeros last.
-      table, lines: from work_of.
+    query: [B, kv_heads, padded heads, D], rows of zeros last.
     """
     rows, kv_heads, heads, dim = query.shape
     splits = -(-keys.shape[2] // SPLIT)
@@ -136,10 +131,7 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
 
 
 def _combine(split_outputs, lse, order, count, sinks, group: int, dtype):
-    """[B, kv_heads, group, D] in dtype, of _split's and work_of's results.
-
-    sinks: float32[kv_heads, padded heads] in log2; MASKED for none.
-    """
+    """[B, kv_heads, group, D] in dtype; sinks: float32[kv_heads, padded heads] in log2, MASKED for none."""
     rows, kv_heads, splits, padded, dim = split_outputs.shape
     heads = min(group, MOST_HEADS)
     programs = -(-group // heads)
@@ -157,12 +149,7 @@ def _combine(split_outputs, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.decode_attention: [B, heads, D]. Only if `refusal` is None.
-
-    query: [B, heads, D] of 16 bits. keys, values: [B, kv_heads, capacity, D] in its dtype, finite.
-    lengths: int32[B], tokens of each row with the newest; 0 gives 0.
-    scale: factor on scores. window: tokens seen, None: all. soft_cap: c of c tanh(s / c). sinks: float[heads].
-    """
+    """As api.decode_attention, for 16-bit queries; only if `refusal` is None."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads

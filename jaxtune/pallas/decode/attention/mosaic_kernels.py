@@ -37,17 +37,14 @@ def split_kernel(
 ):
     """Attention of the query heads of one KV head over one split of the keys at a time.
 
-    A worker is a warpgroup; of n workers it takes every n-th item, one KV head of one line of the table. It copies its
-    next tiles, also of later items, into its own slots, and waits for no other warpgroup. Splits without tiles get no
-    results.
+    Of n workers, each a warpgroup, one takes every n-th item, one KV head of one line of the table, and copies its next
+    tiles, also of later items. Splits without tiles get no results.
 
-      q_ref: [B, kv_heads, padded heads, D]; k_ref, v_ref: the caches [B, kv_heads, capacity, D]. All refs are in global
-        memory.
+      q_ref: [B, kv_heads, padded heads, D]; k_ref, v_ref: the caches [B, kv_heads, capacity, D].
       table_ref: int32[lines, 6] of mosaic.work_of; count_ref: int32[1], lines that have tiles.
       out_ref, lse_ref: float32[B, kv_heads, splits, heads, D], normalised by the split's own sum of weights, and
         without D, in log2.
       k_smem, v_smem: slots [workers * stages, step, D], each with a barrier of k_full, v_full.
-      blocks: mosaic.Blocks. scale: factor on scores. soft_cap: c of c tanh(s / c), or None.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
@@ -147,8 +144,6 @@ def product(left, right, shape, interpreted):
     """left @ right on the tensor cores, float32[m, n] in registers.
 
     left: [m = 64, k] of 16 bits in registers; right: [k, n] in shared memory.
-    interpreted: Pallas' interpreter does not support this wgmma.
-    shape: (m, n) of the result.
     """
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -161,15 +156,13 @@ def product(left, right, shape, interpreted):
 
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
-    """Combines a row's splits in ascending order, adds the sinks, and divides by the sum of weights; a row without keys
-    gets 0. A program has `heads` heads of one KV head of one row, cut into lines of LINE numbers, a register of every
-    thread each.
+    """Combines a row's splits in ascending order, adds the sinks, and divides by the sum of weights; 0 for a row
+    without keys.
 
       part_ref: float32[B, kv_heads, splits, lines, LINE]; lse_ref: float32[B, kv_heads, splits, padded heads], in log2.
       order_ref, count_ref: of splits.order_of.
       sinks_ref: float32[kv_heads, padded heads], in log2; MASKED: none.
       out_ref: [B, kv_heads, lines, LINE]; heads of whole programs, some perhaps padding.
-      heads, dim: heads of a program, and numbers of each.
     """
     row, head, head_block = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
     count, lines, vector = count_ref[row], -(-heads * dim // LINE), plgpu.Layout.WG_STRIDED((LINE,), 1)

@@ -1,7 +1,7 @@
-"""Loads and stores rows of a tensor-core tile between global memory and registers, so that shared memory contains only
-keys and values; a tile's other rows repeat the query heads and are not stored. In Layout.WGMMA warp w has rows 16 w to
-16 w + 15, lane l rows l / 4 and l / 4 + 8 of these, and of every 8 columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter
-cannot run this.
+"""Loads and stores rows of a tensor-core tile between global memory and registers.
+
+In Layout.WGMMA warp w has rows 16 w to 16 w + 15, lane l rows l / 4 and l / 4 + 8 of these, and of every 8 columns 2 (l
+% 4) and 2 (l % 4) + 1. The interpreter cannot run this.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of each row's newest token over its key/value cache in plain jnp, which defines the result.
 
 score[k] = scale * query . key[k], or cap * tanh(score / cap) with a soft cap. The key at index i of a ring of
-`capacity` entries is `age` tokens older than the row's newest, age = (length - 1 - i) % capacity, and is visible if age
-< min(length, window). A sink is one more logit of its head without a value.
+`capacity` entries is age = (length - 1 - i) % capacity tokens older than the newest, and visible if age < min(length,
+window). A sink is one more logit of its head without a value.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.decode_attention: [B, heads, D], in plain JAX, which defines it. The whole capacity is read and must be
-    finite.
-
-    query: [B, heads, D]. keys, values: [B, kv_heads, capacity, D], a ring. lengths: int32[B].
-    scale: factor on scores. window: tokens seen, None: all. soft_cap: c of c tanh(s / c). sinks: float[heads].
-    """
+    """As api.decode_attention, in plain JAX; the whole capacity is read."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -1,7 +1,5 @@
-"""Division of a row's keys into splits, which different programs take at the same time (flash-decoding).
-
-Keys are divided at multiples of SPLIT, whatever the batch or capacity, and a split is summed in one order. So a row's
-result has the same bits alone, in any batch and in any slot.
+"""Division of a row's keys into splits (flash-decoding), at multiples of SPLIT whatever the batch or capacity, so that
+a row has the same bits in any batch and slot.
 """
 
 from __future__ import annotations
@@ -14,11 +12,9 @@ MASKED = -1e30  # score of a key that is not visible
 
 
 def live_tiles(lengths, capacity: int, window: int | None, step: int):
-    """Tiles of `step` keys that each split must read, (first, count), int32[B, splits] each: those from the first to
-    the last with a visible key. In a ring, some between may have none.
+    """Tiles of `step` keys that each split must read, (first, count), int32[B, splits] each.
 
-    `first` counts tiles from the cache's start and means nothing where count is 0. The capacity is a multiple of step,
-    and step divides SPLIT.
+    `first` counts from the cache's start and means nothing where count is 0. `step` divides the capacity and SPLIT.
 
       lengths: int32[B], tokens of each row.
       window: tokens that a row's newest sees, itself included; None: all.

@@ -1,6 +1,5 @@
-"""Decode attention as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and higher. A cache of at most WHOLE
-keys takes one kernel, a program for each KV head of each row. For a longer one a kernel runs over splits of the keys
-(flash-decoding) and another combines them; a program ends at once if the row does not see its split.
+"""Decode attention as Triton kernels, from compute capability 8.0 on. A cache of at most WHOLE keys takes one kernel;
+for a longer one a kernel runs over splits of the keys (flash-decoding) and another combines them.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ WHOLE_TILES = {64: Tile(64, 4, 3), 128: Tile(32, 4, 4), 256: Tile(32, 4, 2), 512
 
 
 def width(dim: int) -> int:
-    """Columns of the kernels' blocks: the next power of two, at least 64; those past the head dim are zeros. Only keys
-    of TILES are supported.
-    """
+    """Columns of the kernels' blocks: the next power of two, at least 64. Only keys of TILES are supported."""
     return max(64, 1 << (dim - 1).bit_length())
 
 
@@ -64,12 +61,7 @@ def variant(query) -> str:
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """As api.decode_attention: [B, heads, D]. Only if `refusal` is None.
-
-    query: [B, heads, D] of 16 bits. keys, values: [B, kv_heads, capacity, D] in its dtype or float8_e4m3fn.
-    lengths: int32[B], tokens of each row with the newest; 0 gives 0.
-    scale: factor on scores. window: tokens seen, None: all. soft_cap: c of c tanh(s / c). sinks: float[heads].
-    """
+    """As api.decode_attention, for 16-bit queries; only if `refusal` is None."""
     from jaxtune.pallas.decode.attention import triton_kernels
 
     rows, heads, dim = query.shape
@@ -116,9 +108,7 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
 
 
 def _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks):
-    """Decode attention by one kernel, a node of XLA's CUDA graph: for short caches a second kernel that combines splits
-    would cost more than the division gains.
-    """
+    """Decode attention by one kernel, for caches so short that a second one would cost more than splits gain."""
     from jaxtune.pallas.decode.attention import triton_kernels
 
     rows, heads, dim = query.shape

@@ -1,4 +1,4 @@
-"""Bodies of the Triton kernels of decode attention, and of insert_kernel. Scores are in units of log2."""
+"""Bodies of the Triton kernels of decode attention, and of insert_kernel; scores are in units of log2."""
 
 import triton
 import triton.language as tl
@@ -22,9 +22,6 @@ def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constex
 def _scores(q, k, first, newest, visible_tokens, SCALE: tl.constexpr, CAP: tl.constexpr, CAPACITY: tl.constexpr):
     """(float32[GROUP, STEP] in log2, _MASKED where invisible; bool[STEP], visible) of q [GROUP, WIDTH], k [STEP,
     WIDTH].
-
-      first: index in the cache of k's first key; newest: of the token's own key.
-      visible_tokens: those that the token sees, counted back around the ring; more than CAPACITY means all.
     """
     scores = tl.dot(q, tl.trans(k)) * SCALE
     if CAP > 0.0:

@@ -1,6 +1,4 @@
-"""Operations of a decoding step, in which each sequence gets one new token: one or two kernels each, where XLA makes
-more.
-"""
+"""Operations of a decoding step, in which each sequence gets one new token, as one or two kernels each."""
 
 from jaxtune.pallas.decode.few_rows.api import added_norm, added_norm_coded, gated_product, placed, products
 from jaxtune.pallas.decode.few_rows.attended import attended

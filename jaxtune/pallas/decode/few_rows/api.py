@@ -1,10 +1,9 @@
 """Public functions of decoding steps, except those of experts. All raise TypeError or ValueError for wrong arguments or
 an implementation that refuses.
 
-A step of some dozen rows is bound by the bytes of the weights, then by the number of its kernels: each costs some
-microseconds whatever it computes. So each function is one kernel. A product whose weights have few rows is divided into
-splits, ranges of the summed columns; the function that takes the result, `added_norm` or `placed`, adds their partial
-sums.
+A step of some dozen rows is bound by the bytes of the weights, then by the number of its kernels, so each function is
+one. A product whose weights have few rows is divided into splits of the summed columns; the function that takes the
+result adds them.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from jaxtune.pallas.decode.few_rows import reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
 from jaxtune.pallas.quant_matmul import LoraWeights, few_sizes, few_thin
 from jaxtune.pallas.quant_matmul.fp8_few import Coded, coded_types
+from jaxtune.pallas.quant_matmul.lora_weights import check_adapter
 
 IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
@@ -30,29 +30,21 @@ def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
 
 
 def _chosen_product(op: str, x, most: int, refusal, first_use, implementation: str | None) -> str:
-    """Chooses "reference" for more than `most` rows, without a warning: XLA's product is right there."""
+    """Chooses "reference" for more than `most` rows, without a warning."""
     few = x.shape[0] <= most
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
 
 
 def _check_adapters(check: Arguments, loras: Sequence[LoraWeights | None], sizes: Sequence[str]) -> None:
-    """Checks the adapters a [r, in], b [out, r] of a product's weights. ValueError for a row_scale (DoRA), which these
-    kernels do not compute.
-
-      sizes: the name of each weight's number of rows, such as "out_0".
-    """
+    """Checks the adapters a [r, in], b [out, r] of a product's weights. ValueError for a row_scale (DoRA)."""
     if loras:
         check.sequence("loras", loras, "one for each weight, or None in its place", len(sizes))
     for index, lora in enumerate(loras):
         if lora is None:
             continue
-        check.is_a(f"loras[{index}]", lora, LoraWeights, "a LoraWeights or None")
-        check.array(f"loras[{index}].a", lora.a, f"r_{index} in", FLOATS)
-        check.array(f"loras[{index}].b", lora.b, f"{sizes[index]} r_{index}", FLOATS)
+        check_adapter(check, index, lora, sizes[index])
         if lora.row_scale is not None:
             raise ValueError(f"{check.op}: loras[{index}] has a row_scale (DoRA): use quant_matmul")
-        if lora.gate is not None:
-            check.array(f"loras[{index}].gate", lora.gate, f"... r_{index}", FLOATS)
 
 
 def products(
@@ -65,14 +57,14 @@ def products(
     """Multiplies a few rows by the transposes of one to three weights, with their adapters, in one kernel. Not
     differentiable.
 
-    Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum over splits,
-    rounded to x's dtype, is the weights' products side by side.
+    Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum, rounded to x's
+    dtype, is the weights' products side by side.
 
       x: [N, in]; "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at most 25
         million numbers.
       weights: [out_i, in] each, in x's dtype.
       loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T, or by its gate; "triton"
-        supports ranks up to 64. Arrays in another dtype are cast in each call. ValueError for DoRA.
+        supports ranks up to 64. ValueError for DoRA.
       implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns, or 64 from 512 on),
         "reference" (jnp; one split if requested), or None: the first that supports the call.
     """
@@ -127,7 +119,7 @@ def gated_product(
     activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
     loras: an adapter or None for gate and up, or empty.
     implementation: "triton" (16 bits on Hopper, sizes as in `products`, "silu" or "gelu_tanh"), "reference", or None:
-    the first that supports the call. For a larger N, None takes XLA's products and a kernel for the activation.
+    the first that supports the call.
     """
     check = Arguments("gated_product")
     check.array("x", x, "N in", FLOATS)

@@ -1,6 +1,5 @@
-"""A decoding step from the product of query, key and value to the input of the output projection. For short caches one
-kernel does what `placed` and decode_attention do, so that one kernel fewer starts and ends, and no queries are written:
-attended_kernels.py, or attended_gluon.py where many rows decode.
+"""A decoding step from the product of query, key and value to the input of the output projection; for short caches one
+kernel (attended_kernels.py, or attended_gluon.py for many rows).
 """
 
 from __future__ import annotations
@@ -59,22 +58,13 @@ def attended(
     """Norms and rotates queries and keys of one new token in each of N sequences, writes its keys and values into the
     caches, and attends to them. Not differentiable.
 
-    Returns (attention [N, heads, D] in `dtype`, 0 for a row at a negative position; keys; values). Caches
-    change in place as in `placed`. With the kernel, a row's result has the same bits in any slot, and with
-    batch_invariant in any batch.
+    Returns (attention [N, heads, D] in `dtype`, 0 for a row at a negative position; keys; values), in place as
+    `placed`. With the kernel, a row's result has the same bits in any slot, and with batch_invariant in any batch.
 
-      batch_invariant: False: the kernel may sum keys in other tiles, by several programs if N is small, or in Gluon if
-        it is large.
-      dtype: in which everything is rounded before it is cached; None: the caches'.
       implementation: "triton" (one kernel; caches of 16 bits, or of float8_e4m3fn from compute capability 8.9, of at
         most 1,024 keys, or in Gluon 3,072 with a large N; D of 64, 128, 256 or 512), "apart" (`placed` and
         decode_attention), or None: the first that supports the call.
-      partial_sums: [splits, N, (heads + 2 kv_heads) D], partial sums of query, key and value side by side.
-      keys, values: caches [N, kv_heads, capacity, D], rings. positions: int32[N]; negative: no token.
-      table: (cos, sin) float32[N, D / 2], or None: no rotation. norms: two weights [D], or None: no norms.
-      scale: factor on query . key. window: the token sees itself and the window - 1 before it; None: all.
-      soft_cap: scores s become cap * tanh(s / cap). sinks: float[heads], a logit per head without a value.
-      eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
+      scale, window, soft_cap, sinks: of decode_attention. Others: of `placed`.
     """
     check = Arguments("attended")
     check.array("partial_sums", partial_sums, "splits N width", FLOATS)
@@ -111,10 +101,8 @@ def attended(
 
 
 def refusal(partial_sums, keys, batch_invariant: bool, dtype=None) -> str | None:
-    """Why the kernels of `attended` do not support a call on this GPU, or None.
-
-    partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys: the cache [N, kv_heads, capacity, D].
-    batch_invariant: True: single warps (attended_gluon.py) are not considered. dtype: as of `attended`.
+    """Why the kernels of `attended` do not support a call on this GPU, or None; batch_invariant: without
+    attended_gluon.py.
     """
     reason = "sums in one order" if one_order.is_exact() else placed_refusal(keys, dtype)
     if reason is not None:
@@ -132,7 +120,7 @@ def refusal(partial_sums, keys, batch_invariant: bool, dtype=None) -> str | None
 
 
 def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
-    """Tile, warps and stages of the kernel. A result's bits depend on the tile and the warps, not on the stages."""
+    """Tile, warps and stages of the kernel; a result's bits depend on tile and warps."""
     rows, kv_heads, capacity, dim = keys.shape
     if _by_single_warps(partial_sums, keys, batch_invariant):
         return _MANY_IN_FP8 if _in_fp8(keys) else _MANY_TILE
@@ -171,10 +159,7 @@ def _has_gluon() -> bool:
 
 
 def _shares(keys, tile: Tile) -> int:
-    """Programs that share the keys of each key/value head of each row: with a tile of _TILES_OF_FEW_HEADS as many as
-    tiles, all at most as many as multiprocessors (at least one: `_tile` gives such a tile only where there are no more
-    heads); else one.
-    """
+    """Programs that share the keys of each key/value head of each row."""
     rows, kv_heads, capacity, _ = keys.shape
     return (
         min(capacity // tile.step, _MULTIPROCESSORS // (rows * kv_heads)) if tile in _TILES_OF_FEW_HEADS.values() else 1
@@ -184,8 +169,8 @@ def _shares(keys, tile: Tile) -> int:
 def _first_use(
     partial_sums, keys, dtype, table, norms, call_masking: dict, rounding: dict, tile: Tile, shares: int
 ) -> str | None:
-    """The case has rows without a token, rows that end within and at the end of a tile, and rows longer than the cache;
-    each program that shares a head has two tiles more than it reads ahead; a window begins within a tile.
+    """The case has rows without a token, with broken and whole tiles, longer than the cache, and a window within a
+    tile.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
     group = partial_sums.shape[2] // dim // kv_heads - 2

@@ -1,10 +1,8 @@
-"""Kernel of `attended` for many rows of head dim 128, in Gluon, in which one chooses each tensor's layout. One warp
-computes one key/value head of one row.
+"""Kernel of `attended` for many rows of head dim 128, in Gluon; one warp computes one key/value head of one row.
 
 Caches in e4m3 are multiplied in float16, which one instruction makes of two codes. Which 16 columns the tensor cores
-multiply together, and in which rows they leave a head's numbers, is free: a lane has the words (4 codes) of a key
-that a lane of 16-bit operands would have, and of a value those of its own columns, and no code changes its lane. So a
-query's numbers are read, and the result's written, in the order of `_query_column` and `_value_column`.
+multiply together is free, so no code changes its lane: a query's numbers are read, and the result's written, in the
+order of `_query_column` and `_value_column`.
 """
 
 import triton.language as tl
@@ -41,9 +39,7 @@ _PAIRS_PTX = gl.constexpr(
 
 @gluon.constexpr_function
 def _key_words(keys):
-    """[keys, 8, 4] words as a left operand of as many columns needs them: lane 4 g + t has word t of each four, of keys
-    g and g + 8 of each 16.
-    """
+    """[keys, 8, 4] words as a left operand: lane 4 g + t has word t of each four, of keys g and g + 8 of each 16."""
     return gl.DistributedLinearLayout(
         [[0, 1, 0], [0, 2, 0], [0, 4, 0]] + [[8 << i, 0, 0] for i in range((keys // 8).bit_length() - 1)],
         [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -137,9 +133,7 @@ def _values_of(values, STEP: gl.constexpr, FP8: gl.constexpr):
 
 @gluon.jit
 def _transposed(x, ROWS: gl.constexpr):
-    """16-bit x [ROWS, 8] from an accumulator's layout (_SUMS) to a right operand's (_RIGHT). After movmatrix, which
-    transposes blocks of 8 x 8 between threads, each thread has its numbers already; nothing else moves.
-    """
+    """16-bit x [ROWS, 8] from an accumulator's layout (_SUMS) to a right operand's (_RIGHT)."""
     x = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
     )
@@ -150,7 +144,7 @@ def _transposed(x, ROWS: gl.constexpr):
 @gluon.jit
 def _tile_places(STEP: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Indices i, j, column of a tile's numbers, or words, as [STEP / ROWS, ROWS, COLUMNS]; a number is in row ROWS i +
-    j. A thread copies all i of one j and 16 bytes, so that its addresses differ by constants only.
+    j.
     """
     PARTS: gl.constexpr = gl.BlockedLayout(
         [STEP // ROWS, 1, COLUMNS * ROWS // 32], [1, ROWS, 32 // ROWS], [1, 1, 1], [2, 1, 0]
@@ -280,9 +274,8 @@ def _own_parts(
     DTYPE: gl.constexpr,
     FP8: gl.constexpr,
 ):
-    """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
-    caches at `newest`. Returns the queries as a right operand [128, 8] in DTYPE, with FP8 in float16, 0 for heads that
-    there are not.
+    """Norms and rotates the new token's heads of one key/value head of one row, writes its key and value into the
+    caches at `newest`, and returns the queries as a right operand [128, 8] in DTYPE, with FP8 in float16.
     """
     STORED: gl.constexpr = keys.dtype.element_ty
     ALL: gl.constexpr = HEADS + 2 * KV_HEADS
@@ -356,23 +349,14 @@ def many_kernel(
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """attended_kernel for head dim 128 and at most 8 query heads a key/value head. A program is one warp. Grid:
-    (KV_HEADS, COUNT).
+    """attended_kernel for head dim 128 and at most 8 query heads a key/value head, a warp a program. Grid: (KV_HEADS,
+    COUNT).
 
     Keys and values are the left operands, queries and weights the right ones: a tensor core multiplies at least 16 rows
-    on the left, but 8 columns on the right. The last tile has the new token, whose key and value are written before its
-    copy starts; only this tile needs masks, unless there is a window.
+    on the left, but 8 columns on the right. The last tile has the new token, and alone needs masks, unless there is a
+    window.
 
-      partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, 128], of the new tokens' queries, keys and values.
-      q_weight, k_weight: [128], the norms' weights, if NORMS. rotations: float32[COUNT, 128], cos then sin, if ROTATES.
-      positions: int32[COUNT], of the new token; negative: none, and the row gets 0.
-      sinks: float32[HEADS] in log2, or None. out: [COUNT, HEADS, 128], the attention.
-      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, 128], token t at t % CAPACITY. input_keys, input_values: the
-      same
-      memory as inputs, not read.
-      EPS, OFFSET, FLOAT32: of the norms; FLOAT32: OFFSET is added to the weight, and only the product is rounded.
-      WINDOW: tokens that the new one sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).
-      STEP, STAGES: keys of a tile, and tiles in shared memory, of which one is multiplied.
+      STEP, STAGES: keys of a tile, and tiles in shared memory, of which one is multiplied. Others: of attended_kernel.
     """
     DTYPE: gl.constexpr = out.dtype.element_ty
     OWN: gl.constexpr = HEADS // KV_HEADS

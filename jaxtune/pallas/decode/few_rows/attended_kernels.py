@@ -64,11 +64,7 @@ def _own_parts(
     """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
     caches.
 
-    Returns its queries' halves in MULTIPLIED, and top, total and acc of its own key and the sink. Of several programs
-    of a head only the first (share 0) writes, and attends to these two.
-
-      later: 0 that the compiler does not know (attended_kernel).
-      position, newest: of the new token, and its index in the cache.
+    Returns its queries' halves in MULTIPLIED, and top, total and acc of its own key and the sink.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     OWN: tl.constexpr = HEADS // KV_HEADS
@@ -140,12 +136,11 @@ def _added_shares(
     GROUP: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Adds up the sums of a head's SHARES programs, always in one order; the last program to arrive does so. Returns
-    (sum of weights, weighted sum of values, whether this is that program; the others get no results).
+    """Adds up the sums of a head's SHARES programs in one order: (sum of weights, weighted sum of values, whether it is
+    the last).
 
       sums: float32[heads of all rows, SHARES, OWN, DIM + 2], global memory for acc, top, total.
       arrived: float32[heads of all rows], programs that have written their sums: 0 before and after.
-      head_index: among all rows' heads.
     """
     columns, members = tl.arange(0, DIM), tl.arange(0, GROUP)
     real, row = members < OWN, DIM + 2
@@ -204,10 +199,9 @@ def attended_kernel(
     SHARES: tl.constexpr,
 ):
     """Attention of the query heads of one key/value head of one row; a row without a token gets 0. Grid: (KV_HEADS,
-    COUNT, SHARES). Where few rows decode, SHARES programs share a head, each reading every SHARES-th tile.
+    COUNT, SHARES), where SHARES programs share a head, each reading every SHARES-th tile.
 
-    The new token's key and value come from registers, as this kernel writes them; older keys are read in the cache's
-    order, STEP at a time, STAGES tiles in flight.
+    The new token's key and value come from registers, as this kernel writes them.
 
       partial_sums: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], of the new tokens' queries, keys and values.
       q_weight, k_weight: [DIM], the norms' weights, if NORMS.
@@ -215,9 +209,8 @@ def attended_kernel(
       _added_shares.
       positions: int32[COUNT], of the new token; nothing is written for a negative one.
       sinks: float32[HEADS] in log2, or None. out: [COUNT, HEADS, DIM], the attention.
-      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, DIM], token t at t % CAPACITY. input_keys, input_values: the
-      same
-      memory as inputs, not read.
+      keys, values: the caches [COUNT, KV_HEADS, CAPACITY, DIM], token t at t % CAPACITY; input_keys, input_values: the
+      same memory as inputs, not read.
       sums: of _added_shares; None if SHARES is 1.
       EPS, OFFSET, FLOAT32: of the norms; FLOAT32: OFFSET is added to the weight, and only the product is rounded.
       WINDOW: tokens that the new one sees; 0: all. SCALE, CAP: factor on scores, soft cap (0: none).

@@ -1,6 +1,4 @@
-"""The token that each row gets by its logits, drawn or most likely, and its log-probability, by two kernels that read
-the logits once, where XLA makes some fifteen that read them three times.
-"""
+"""The token that each row gets by its logits, drawn or most likely, and its log-probability, by two kernels."""
 
 from __future__ import annotations
 
@@ -31,12 +29,11 @@ def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> jax.Array:
-    """int32[B]: a token of each row, drawn from softmax(scores) by inverting the cumulative sum at `uniform`, first
-    over blocks, then within one: one pass over the vocabulary.
+    """int32[B]: a token of each row, drawn from softmax(scores) by inverting the cumulative sum at `uniform`.
 
-      scores: float32[B, V], -inf for tokens that must not be drawn.
-      likeliest: int32[B], tokens of the largest scores; taken where rounding would lead to one of probability 0.
-      uniform: float32[B] from [0, 1).
+    scores: float32[B, V], -inf for tokens that must not be drawn.
+    likeliest: int32[B], tokens of the largest scores; taken where rounding would lead to one of probability 0.
+    uniform: float32[B] from [0, 1).
     """
     top = jnp.take_along_axis(scores, likeliest[:, None], axis=1)[:, 0]
     cumulative = jnp.cumsum(block_sums(scores, top), axis=1)
@@ -54,9 +51,7 @@ def looked_up(scores: jax.Array, likeliest: jax.Array, uniform: jax.Array) -> ja
 
 
 def masked(scores: jax.Array, masks: jax.Array | np.ndarray) -> jax.Array:
-    """The scores [N, V] of tokens whose bits in `masks`, uint32[N, words of 32], are 1; -inf of others. What a mask
-    allows alone is taken though its score is -inf.
-    """
+    """The scores [N, V] of tokens whose bits in `masks`, uint32[N, words of 32], are 1; -inf of others."""
     bits = jnp.asarray(masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
     allowed = bits.reshape(len(scores), -1)[:, : scores.shape[1]] > 0
     return jnp.where(allowed, jnp.maximum(scores, _LEAST), -jnp.inf)
@@ -120,11 +115,7 @@ def chosen_token(
 
 
 def reference_chosen_token(logits, vocab_size: int, temperature, logprob_temperature, uniform, masks=None):
-    """chosen_token in plain JAX, which defines it: (tokens, log-probabilities, largest logits, log sums), [N] each.
-
-    logits: [N, vocab_size or more]. temperature, logprob_temperature: float32[N], above 0.
-    uniform: float32[N] from 0 to 1; negative or None: the most likely token.
-    """
+    """chosen_token in plain JAX, which defines it."""
     logits = logits[:, :vocab_size].astype(jnp.float32)
     scores = logits if masks is None else masked(logits, masks)
     token = likeliest = scores.argmax(-1).astype(jnp.int32)
@@ -137,7 +128,6 @@ def reference_chosen_token(logits, vocab_size: int, temperature, logprob_tempera
 
 
 def _by_kernels(logits, vocab_size: int, temperature, logprob_temperature, uniform, masks=None) -> Sequence[jax.Array]:
-    """`chosen_token` by two kernels: one reads the logits in chunks, one takes each row's token from their results."""
     from jaxtune.pallas.decode.few_rows import drawing_kernels
 
     count, width = logits.shape

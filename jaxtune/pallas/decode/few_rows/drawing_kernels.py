@@ -1,6 +1,5 @@
 """Triton kernels that choose a token by its logits: sums over chunks of CHUNK tokens, in blocks of BLOCK, and what a
-row makes of them. Exponentials are relative to the chunk's largest logit; the second kernel makes them relative to the
-row's. A row's programs read nothing of other rows.
+row makes of them, without reading other rows.
 """
 
 import triton

@@ -1,7 +1,5 @@
-"""Public functions of a decoding step's mixture of experts, which need no sort of tokens by expert
-(jaxtune.pallas.routing) and no padded rows. The plain implementation multiplies every token by every expert; a caller
-with another way first asks `experts_have_kernels`. All raise TypeError or ValueError for wrong arguments or an
-implementation that refuses.
+"""A decoding step's mixture of experts without a sort of tokens and without padded rows. The plain implementation
+multiplies every token by every expert: ask `experts_have_kernels` first. TypeError or ValueError for wrong arguments.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ _CASE = 256  # the hidden size of the case on which kernels are compared with th
 
 
 def _case(count: int, choices: int, experts: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(x [count, 256], choice int32[count, choices], router's weights float32[count, choices]) of the comparison. The
-    first token has no expert; all others have expert 0, whose matrix multiplies nearly all tokens, perhaps in several
-    passes, and further experts in turn.
+    """(x [count, 256], choice int32[count, choices], weights float32[count, choices]): nearly all
+    tokens have expert 0.
     """
     tokens, choice_index = jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(choices, dtype=jnp.int32)
     turn = 1 + (tokens + choice_index) % max(experts - 1, 1)
@@ -105,12 +102,11 @@ def experts_have_kernels(
     activation: str,
     loras: tuple[GroupedLora | None, GroupedLora | None] = (None, None),
 ) -> bool:
-    """Whether both `experts_gated` and `experts_down` run as kernels here. The first use on a GPU compares them with
-    the plain implementation, which takes seconds.
+    """Whether both `experts_gated` and `experts_down` run as kernels here; the first use on a GPU takes seconds.
 
-      matrices: (gate_up [E, 2 * inner, hidden], down [E, hidden, inner]); loras: their adapters.
-      choices: experts of a token.
-      x: [N, hidden], array or shape. activation: a key of gated.ACTIVATIONS.
+    matrices: (gate_up [E, 2 * inner, hidden], down [E, hidden, inner]); loras: their adapters.
+    choices: experts of a token.
+    x: [N, hidden], array or shape. activation: a key of gated.ACTIVATIONS.
     """
     reason = _gated_refusal(x, matrices[0], choices, activation, loras[0])
     return (reason or _down_refusal(len(x), x.dtype, matrices[1], choices, loras[1])) is None

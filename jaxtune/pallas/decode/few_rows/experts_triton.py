@@ -1,6 +1,5 @@
-"""Products of few tokens with the matrices of their experts as a Triton kernel for Hopper. Programs find each expert's
-handful of tokens in `choice` themselves, so no sort precedes, no buffer has padded rows, and each result goes where its
-reader wants it.
+"""Products of few tokens with the matrices of their experts as a Triton kernel for Hopper, whose programs find each
+expert's tokens in `choice` themselves.
 """
 
 from __future__ import annotations
@@ -26,31 +25,21 @@ _GATED, _DOWN, _DOWN_FEW = Tile(64, 64, 4, 4), Tile(128, 64, 4, 3), Tile(64, 64,
 
 
 def gated_refusal(x, gate_up, experts_per_token: int, activation: str, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_gated` does not support a call, or None.
-
-    x: [N, hidden]. gate_up: [E, 2 * inner, hidden]. activation: a key of gated.ACTIVATIONS.
-    lora: adapters of gate and up, or None.
-    """
+    """Why the kernel of `experts_gated` does not support a call, or None."""
     if activation not in NUMBERS:
         return f"activation {activation}"
     return _refusal(len(x), x.dtype, gate_up, experts_per_token, gate_up.shape[1] // 2, lora)
 
 
 def down_refusal(count: int, dtype, down, experts_per_token: int, lora: GroupedLora | None) -> str | None:
-    """Why the kernel of `experts_down` does not support a call of `count` tokens, or None.
-
-    dtype: of the rows. down: [E, hidden, inner]. lora: adapters, or None.
-    """
+    """Why the kernel of `experts_down` does not support a call of `count` tokens in `dtype`, or None."""
     return _refusal(count, dtype, down, experts_per_token, down.shape[1], lora)
 
 
 def _refusal(
     count: int, dtype, weight, experts_per_token: int, rows_of_each: int, lora: GroupedLora | None
 ) -> str | None:
-    """Why the kernel does not support a call, or None.
-
-    weight: [E, rows, columns]; rows_of_each: rows of down, or of one of gate and up.
-    """
+    """Why the kernel does not support a call, or None."""
     reason = rows_refusal(count, dtype, (weight,), fewest=2)
     if reason is not None:
         return reason
@@ -68,7 +57,7 @@ def _refusal(
 
 def slots(choice, experts: int) -> int:
     """Tokens that a program multiplies at once: four times an expert's average, as a power of two from 32 to 64, and at
-    most `padded` of all. The matrices of experts with more tokens are read more than once.
+    most `padded` of all.
     """
     count, experts_per_token = choice.shape
     return min(padded(count), padded(max(_LEAST_SLOTS, -(-4 * count * experts_per_token // experts))), _MOST_SLOTS)
@@ -79,10 +68,8 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
 
     x, weight: [N * k, in], [E, out, in]; with an activation [N, in], [E, 2 out, in], gate first.
     choice: int32[N, k]. factors: float32[N, k], the router's; without an activation not read.
-    tile: with an activation programs have its rows of gate and of up.
     at_once: tokens multiplied at once, a power of two of at least 16.
     activation: 0: none, result float32[k, N, out]; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.
-    lora: adapters of `weight`, or None; arrays in another dtype are cast in each call.
     """
     from jaxtune.pallas.decode.few_rows import experts_kernels
 
@@ -129,30 +116,21 @@ def down_tile(hidden: int) -> Tile:
 
 
 def _with(lora: GroupedLora | None, tile: Tile, at_once: int) -> Tile:
-    """`tile` for these adapters: they leave shared memory for at most 3 steps, and their sums for 64 tokens do not fit
-    the registers of four warps.
-    """
+    """`tile` for these adapters, which need shared memory and registers."""
     if lora is None:
         return tile
     return dataclasses.replace(tile, stages=min(tile.stages, 3), warps=8 if at_once == _MOST_SLOTS else tile.warps)
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As experts.experts_gated: [N * k, inner]. Only if `gated_refusal` is None.
-
-    x: [N, hidden] of 16 bits. gate_up: [E, 2 * inner, hidden] in its dtype. lora: its adapters, or None.
-    choice: int32[N, k]. weights: float32[N, k], the router's. activation: "silu" or "gelu_tanh".
-    """
+    """As experts.experts_gated; only if `gated_refusal` is None."""
     slot_count = slots(choice, len(gate_up))
     tile = _with(lora, _GATED, slot_count)
     return multiplied(x, gate_up, choice, weights, tile, slot_count, NUMBERS[activation], lora)
 
 
 def experts_down(h, down, choice, lora):
-    """As experts.experts_down: float32[k, N, hidden]. Only if `down_refusal` is None.
-
-    h: [N * k, inner] of 16 bits. down: [E, hidden, inner]. choice: int32[N, k]. lora: adapters, or None.
-    """
+    """As experts.experts_down; only if `down_refusal` is None."""
     slot_count = slots(choice, len(down))
     tile = _with(lora, down_tile(down.shape[1]), slot_count)
     return multiplied(h, down, choice, choice, tile, slot_count, 0, lora)

@@ -19,11 +19,7 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def each_product(x, weights, loras):
-    """[N, out_i] in x's dtype for each weight, with its adapter. loras: an adapter for each weight, or None; (): no
-    adapters.
-
-      x: [N, in]. weights: [out_i, in] each.
-    """
+    """[N, out_i] in x's dtype for each weight, with its adapter."""
     if one_order.is_exact() or any(lora is not None for lora in loras):
         loras = loras or [None] * len(weights)
         return list(quant_matmul(x, weights, loras, implementation="reference"))
@@ -31,11 +27,7 @@ def each_product(x, weights, loras):
 
 
 def products(x, weights, loras=(), splits: int = 1):
-    """[1, N, sum of out_i] in x's dtype. With more `splits`, for one weight without an adapter, the sums over as many
-    equal ranges of the columns, float32[splits, N, out].
-
-      x: [N, in]. weights: [out_i, in] each. loras: an adapter or None for each weight; (): none.
-    """
+    """[1, N, sum of out_i] in x's dtype; with `splits`, for one weight without an adapter, float32[splits, N, out]."""
     if splits == 1:
         return jnp.concatenate(each_product(x, weights, loras), axis=-1)[None]
     (weight,) = weights
@@ -44,17 +36,13 @@ def products(x, weights, loras=(), splits: int = 1):
 
 
 def gated_product(x, gate, up, activation, loras=()):
-    """As api.gated_product: [N, out].
-
-    x: [N, in]. gate, up: [out, in] in x's dtype. activation: a key of gated.ACTIVATIONS.
-    loras: adapters of gate and up, or (): none.
-    """
+    """As api.gated_product."""
     gate, up = each_product(x, (gate, up), loras)
     return activated(gate, up, activation)
 
 
 def _of_experts(rows, matrices, choice, lora, dtype):
-    """Rows times their experts' transposed matrices, expert by expert: [N, k, out] in `dtype`, zeros for no expert.
+    """Rows times their experts' transposed matrices: [N, k, out] in `dtype`, zeros for no expert.
 
     rows: [N, k, in], or [N, 1, in] if a token's k experts share a row; matrices: [E, out, in]; choice: int32[N, k].
     """
@@ -76,21 +64,14 @@ def _of_experts(rows, matrices, choice, lora, dtype):
 
 
 def experts_gated(x, gate_up, choice, weights, activation, lora):
-    """As experts.experts_gated: [N * k, inner].
-
-    x: [N, hidden]. gate_up: [E, 2 * inner, hidden], gate first. lora: its adapters, or None.
-    choice: int32[N, k]. weights: float32[N, k], the router's. activation: a key of gated.ACTIVATIONS.
-    """
+    """As experts.experts_gated."""
     gate, up = jnp.split(_of_experts(x[:, None], gate_up, choice, lora, x.dtype).astype(jnp.float32), 2, axis=-1)
     out = ACTIVATIONS[activation](gate) * up * weights[:, :, None]
     return out.astype(x.dtype).reshape(choice.size, -1)
 
 
 def experts_down(h, down, choice, lora):
-    """As experts.experts_down: float32[k, N, hidden].
-
-    h: [N * k, inner]. down: [E, hidden, inner]. choice: int32[N, k]. lora: adapters, or None.
-    """
+    """As experts.experts_down."""
     rows = h.reshape(*choice.shape, -1)
     return _of_experts(rows, down, choice, lora, jnp.float32).swapaxes(0, 1)
 
@@ -104,24 +85,14 @@ def _sum(partial_sums, dtype):
 
 
 def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
-    """As api.added_norm: (x plus the sum, its norm), or with `blocks` as api.added_norm_coded.
-
-    x: [N, hidden]. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
-    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
-    """
+    """As api.added_norm, or with `blocks` as api.added_norm_coded."""
     added = x + _sum(partial_sums, x.dtype)
     out = normed(added, weight, eps, offset, float32)
     return (added, out) if blocks is None else (added, out, Coded.of(out, blocks))
 
 
 def placed(partial_sums, keys, values, positions, table, norms, dtype=None, *, eps, offset, float32):
-    """As api.placed: (query [N, heads, D], keys, values).
-
-    partial_sums: [splits, N, (heads + 2 kv_heads) D]. keys, values: caches [N, kv_heads, capacity, D].
-    positions: int32[N]; negative: nothing is written. table: (cos, sin) float32[N, D / 2], or None.
-    norms: weights [D] of query's and key's norms, or None. eps, offset, float32: of these norms.
-    dtype: of the query; None: the caches'.
-    """
+    """As api.placed."""
     kv_heads, dim, rows = keys.shape[1], keys.shape[3], partial_sums.shape[1]
     heads = partial_sums.shape[2] // dim - 2 * kv_heads
     projected = _sum(partial_sums, dtype or keys.dtype).reshape(rows, -1, dim)

@@ -1,10 +1,8 @@
-"""Triton kernels for the operations of a decoding step, from compute capability 8.0 on; products on Hopper only,
-because they were not measured elsewhere.
+"""Triton kernels for the operations of a decoding step, from compute capability 8.0 on; products on Hopper only.
 
 A program of a product multiplies a tile of a weight's rows by up to 128 rows of x, so that each weight is read once.
-Weights with too few rows to occupy the multiprocessors are divided into splits of the summed columns, unless few rows
-of x read them as fast undivided; whoever takes the partial sums adds them in order, so a product needs no second
-kernel, and a row's bits depend on no other row.
+Weights with too few rows to occupy the multiprocessors are divided into splits of the summed columns; whoever takes the
+partial sums adds them in order, and a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ _UNDIVIDED_ROWS, _UNDIVIDED = 32, 64
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is divided among programs: each multiplies one tile of rows of the weight by all rows of x, in
-    steps along the columns.
+    """How a product is divided among programs: each multiplies rows of the weight by all rows of x, in steps of
+    columns.
     """
 
     rows: int  # the number of rows of the weight that a program multiplies; in a gated product, of gate and of up each
@@ -77,11 +75,7 @@ def most_rows(weights: Sequence, loras: Sequence) -> int:
 
 
 def rows_refusal(count: int, dtype, weights: Sequence, fewest: int = 1, most: int = MOST_ROWS) -> str | None:
-    """Why no kernel of a product supports `count` rows and these weights' dtypes, or None. fewest, most: rows that the
-    kernel takes.
-
-      dtype: of x.
-    """
+    """Why no kernel of a product supports from `fewest` to `most` rows and these weights' dtypes, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -95,10 +89,7 @@ def rows_refusal(count: int, dtype, weights: Sequence, fewest: int = 1, most: in
 
 
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
-    """Why the kernels of products do not support a call on this GPU, or None. most: rows that the kernel takes.
-
-    x: [N, in]. weights: [out_i, in] each. loras: an adapter or None for each; (): none.
-    """
+    """Why the kernels of products do not support a call on this GPU, or None."""
     reason = rows_refusal(len(x), x.dtype, weights, most=most)
     if reason is not None:
         return reason
@@ -128,10 +119,7 @@ def _undivided(count: int, loras: Sequence[LoraWeights | None], programs: int) -
 
 def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
     """Splits (1, 2, 4 or 8) of a product that XLA multiplies: the fewest with which tiles of 128 x 128 occupy a Hopper
-    GPU. XLA would divide it alike, but add the partial sums in a kernel of its own. 1 for several weights or with
-    adapters.
-
-      x: [N, in]. weights: [out_i, in] each. loras: an adapter or None for each; (): none.
+    GPU; 1 for several weights or with adapters.
     """
     if dispatch.compute_capability() != (9, 0) or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
         return 1
@@ -143,16 +131,14 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
 
 
 def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
-    """Steps that a product with adapters reads ahead: tile's, or as many as fit shared memory, at least 2. weights: how
-    many a program multiplies.
-    """
+    """Steps that a product with adapters reads ahead: as many as fit shared memory, at least 2."""
     step = (weights * (tile.rows + rank) + tokens) * tile.depth * 2  # bytes
     return max(n for n in range(2, tile.stages + 1) if n == 2 or n * step <= _SHARED_BYTES)
 
 
 def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype):
-    """Runs product_kernel: [splits, N, width] in `dtype`. activation: 0: products side by side; 1 (silu) or 2
-    (gelu_tanh): activation(gate) * up.
+    """Runs product_kernel: [splits, N, width] in `dtype`; activation: 0: products side by side, 1:
+    silu, 2: gelu_tanh.
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
@@ -197,10 +183,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
 
 def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> Tile:
-    """The sizes of a program's tile, measured for such numbers of rows and sizes of weights.
-
-    x: [N, in]. weights: [out_i, in] each. loras: an adapter or None for each; (): none.
-    """
+    """The sizes of a program's tile, measured for such numbers of rows and sizes of weights."""
     count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if divisible else _MANY_UNEVEN
@@ -220,10 +203,7 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
 
 
 def products(x, weights, loras=()):
-    """As api.products: [splits, N, sum of out_i]. Only if `products_refusal` is None.
-
-    x: [N, in] of 16 bits. weights: one to three [out_i, in]. loras: an adapter or None for each; (): none.
-    """
+    """As api.products, for one to three weights of 16 bits; only if `products_refusal` is None."""
     width = sum(weight.shape[0] for weight in weights)
     tile = product_tile(x, weights, loras)
     programs = width // tile.rows * -(-len(x) // tile.tokens)
@@ -233,10 +213,7 @@ def products(x, weights, loras=()):
 
 
 def gated_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], activation: str) -> str | None:
-    """Why the kernel of `gated_product` does not support a call, or None. weights: (gate, up).
-
-    x: [N, in]. loras: adapters of gate and up; (): none. activation: a key of gated.ACTIVATIONS.
-    """
+    """Why the kernel of `gated_product` does not support a call, or None. weights: (gate, up)."""
     if activation not in NUMBERS:
         return f"activation {activation}"
     rank = padded_rank(loras)
@@ -250,11 +227,7 @@ def gated_tile(rows: int) -> Tile:
 
 
 def gated_product(x, gate, up, activation, loras=()):
-    """As api.gated_product: [N, out]. Only if `gated_refusal` is None.
-
-    x: [N, in] of 16 bits. gate, up: [out, in]. activation: "silu" or "gelu_tanh".
-    loras: adapters of gate and up, or (): none.
-    """
+    """As api.gated_product; only if `gated_refusal` is None."""
     rows, tile = gate.shape[0], gated_tile(gate.shape[0])
     return _multiplied(x, (gate, up), loras, tile, 1, NUMBERS[activation], rows, x.dtype)[0]
 
@@ -270,10 +243,7 @@ def activated_refusal(gate, activation: str) -> str | None:
 
 
 def activated(gate, up, activation):
-    """activation(gate) * up by activated_kernel, in gate's dtype. Only if `activated_refusal` is None.
-
-    gate, up: of one shape, 16 bits. activation: "silu" or "gelu_tanh".
-    """
+    """activation(gate) * up of one shape, 16 bits; only if `activated_refusal` is None."""
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
     (out,) = compat.triton_graph_call(
@@ -291,7 +261,7 @@ def activated(gate, up, activation):
 
 
 def added_norm_refusal(x) -> str | None:
-    """Why the kernel of `added_norm`, whose programs hold whole rows, does not support a call, or None."""
+    """Why the kernel of `added_norm` does not support a call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -306,11 +276,7 @@ def norm_warps(size: int) -> int:
 
 
 def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
-    """As api.added_norm, or with `blocks` api.added_norm_coded.
-
-    x: [N, hidden] of 16 bits. partial_sums: [splits, N, hidden]. weight: [hidden], the norm's.
-    eps: added to the mean square. offset: added to the weight, if float32. float32: only the product is rounded.
-    """
+    """As api.added_norm, or with `blocks` api.added_norm_coded."""
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
     (count, size), rounds = x.shape, blocks is not None
@@ -337,9 +303,7 @@ def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
 
 
 def placed_refusal(keys, dtype=None) -> str | None:
-    """Why the kernel of `placed` does not support a call, or None. dtype: of the query, the caches'
-    unless those are in FP8; None: the caches'.
-    """
+    """Why the kernel of `placed` does not support a call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -356,14 +320,7 @@ def placed_refusal(keys, dtype=None) -> str | None:
 
 
 def placed(partial_sums, keys, values, positions, table, norms, dtype=None, *, eps, offset, float32):
-    """As api.placed: (query [N, heads, D], keys, values).
-
-    partial_sums: [splits, N, (heads + 2 kv_heads) D].
-    keys, values: caches [N, kv_heads, capacity, D] of 16 bits, or e4m3.
-    positions: int32[N]; negative: nothing is written. table: (cos, sin) float32[N, D / 2], or None.
-    norms: weights [D] of query's and key's norms, or None. eps, offset, float32: of these norms.
-    dtype: of the query; None: the caches'.
-    """
+    """As api.placed."""
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
     splits, count, width = partial_sums.shape

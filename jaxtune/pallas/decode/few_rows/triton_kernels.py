@@ -1,5 +1,5 @@
 """Bodies of the Triton kernels of a decoding step. A product is partial sums float32[SPLITS, COUNT, ...], or in the
-compute dtype for one split; its reader adds the splits in ascending order and rounds.
+compute dtype for one split, which its reader adds in ascending order.
 """
 
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.triton_parts import rounded_row
+from jaxtune.pallas.triton_parts import number_of_three, of_three, rounded_row
 
 # The numbers of gelu_tanh in bfloat16 and in float16.
 _CUBIC, _FACTOR = (
@@ -32,9 +32,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """The activation of `gate`, float32 numbers that DTYPE (16 bits) can represent, each step rounded to DTYPE as XLA
-    does in training, so that tokens are sampled from the model that is trained.
-    """
+    """The activation of float32 `gate`, each step rounded to DTYPE (16 bits) as XLA does in training."""
     if ACTIVATION == 1:
         share = _rounded(1.0 / _rounded(1.0 + _rounded(tl.exp(-gate), DTYPE), DTYPE), DTYPE)
         return _rounded(gate * share, DTYPE)
@@ -51,8 +49,8 @@ def _activated_in_steps(gate, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _rows_of_b(b, rows, ranks, rank):
-    """[rows, ranks] of an adapter's B, whose first row `b` points to; 0 where `ranks` is negative or not below `rank`.
-    In a gated product gate's columns of x A^T come before up's, so up's indices are negative there.
+    """[rows, ranks] of an adapter's B, whose first row `b` points to; 0 where `ranks` is negative
+    or not below `rank`.
     """
     real = (ranks >= 0) & (ranks < rank)
     return tl.load(b + rows[:, None] * rank + ranks[None, :], mask=real[None, :], other=0.0)
@@ -120,23 +118,10 @@ def product_kernel(
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(0) * ROWS
     split = tl.program_id(1)
-    weight, first_row = first, begin
-    a, b, gate = first_a, first_b, first_gate
-    rank, scale = tl.full([], FIRST_RANK, tl.int32), tl.full([], FIRST_SCALE, tl.float32)
-    if not ACTIVATION:
-        if SECOND > 0:
-            if begin >= FIRST:
-                weight, first_row = second, begin - FIRST
-                if RANK > 0:
-                    a, b, gate = second_a, second_b, second_gate
-                    rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
-        if THIRD > 0:
-            if begin >= FIRST + SECOND:
-                weight, first_row = third, begin - FIRST - SECOND
-                if RANK > 0:
-                    a, b, gate = third_a, third_b, third_gate
-                    rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
-    rows = first_row + tl.arange(0, ROWS)
+    WEIGHTS: tl.constexpr = 1 if ACTIVATION else 1 + (SECOND > 0) + (THIRD > 0)
+    number = (begin >= FIRST).to(tl.int32) + (begin >= FIRST + SECOND).to(tl.int32)
+    weight = of_three(number, first, second, third, WEIGHTS)
+    rows = begin - number_of_three(number, 0, FIRST, FIRST + SECOND, WEIGHTS) + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     if COUNT > TOKENS:
         tokens += tl.program_id(2) * TOKENS
@@ -146,6 +131,13 @@ def product_kernel(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
     if RANK > 0:
+        a, b = (
+            of_three(number, first_a, second_a, third_a, WEIGHTS),
+            of_three(number, first_b, second_b, third_b, WEIGHTS),
+        )
+        rank = number_of_three(number, FIRST_RANK, SECOND_RANK, THIRD_RANK, WEIGHTS)
+        first_scale, second_scale = tl.full([], FIRST_SCALE, tl.float32), tl.full([], SECOND_SCALE, tl.float32)
+        scale = of_three(number, first_scale, second_scale, tl.full([], THIRD_SCALE, tl.float32), WEIGHTS)
         # Those of gate and up are one product of twice the rank.
         THIN: tl.constexpr = 2 * RANK if ACTIVATION else RANK
         ranks = tl.arange(0, THIN)
@@ -167,6 +159,7 @@ def product_kernel(
     if RANK > 0:
         inner = _rounded(inner, DTYPE)
         if GATED:
+            gate = of_three(number, first_gate, second_gate, third_gate, WEIGHTS)
             factors = gate + tokens[:, None] * rank + ranks[None, :]
             if ACTIVATION:
                 of_up = second_gate + tokens[:, None] * SECOND_RANK + (ranks - RANK)[None, :]
@@ -206,9 +199,7 @@ def activated_kernel(gate, up, out, BLOCK: tl.constexpr, SIZE: tl.constexpr, ACT
 
 @triton.jit
 def _sum(partial_sums, offsets, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """float32 sum over SPLITS splits, STRIDE numbers apart, at `offsets` from `partial_sums`, rounded to DTYPE; 0 where
-    `real` is False.
-    """
+    """float32 sum over SPLITS splits, STRIDE numbers apart, rounded to DTYPE; 0 where `real` is False."""
     total = tl.load(partial_sums + offsets, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(partial_sums + split * STRIDE + offsets, mask=real, other=0.0)
@@ -238,11 +229,8 @@ def _normed_and_rotated(
     FLOAT32: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Norms and rotates heads of queries or keys: float32 halves, each step but the rotation rounded to DTYPE.
-
-    low, high: [HALF] or [heads, HALF], float32.
-    inverse: reciprocal root of the mean square.
-    weights: halves of the norm's weight, if NORMS. rotation: (cos, sin) in the heads' shape, if ROTATES.
+    """Norms and rotates heads of queries or keys: float32 halves [HALF] or [heads, HALF], each step but the rotation
+    rounded.
     """
     if NORMS:
         low = _times_weight(low * inverse, weights[0], OFFSET, FLOAT32, DTYPE)

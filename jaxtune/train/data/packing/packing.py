@@ -297,9 +297,7 @@ def plan_rows(
 def _pieces(
     lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(document, offset, count), int64[pieces] in document order; see `plan_rows`. Raises ValueError for a long
-    document with overflow="error".
-    """
+    """(document, offset, count), int64[pieces] in document order; ValueError for a long one with overflow="error"."""
     if overflow == "error":
         too_long = np.flatnonzero(lengths > length)
         if too_long.size:
@@ -318,8 +316,8 @@ def _pieces(
 
 
 class _OpenRows:
-    """Rows with room, in one stack for each remaining capacity. A Python integer has a bit for each capacity with a
-    row: the fullest with room for c is the lowest set bit from c on, without a search.
+    """Rows with room, in a stack for each remaining capacity; a bit for each stack finds the fullest
+    without a search.
     """
 
     def __init__(self, capacity: int):
@@ -543,9 +541,7 @@ class PackedRows(PlannedRows):
         return self.picture_plan.report(kept_lengths, self.plan.rows, int(self.patch_counts.sum()))
 
     def _is_trained(self, document: int, offset: int, count: int) -> bool:
-        """Whether a piece of a split document has a trained target; True if the document has none at all, which is then
-        kept as it would be unsplit.
-        """
+        """Whether a piece of a split document has a trained target; True if the document has none at all."""
         documents = self.documents
         first = documents.starts[document] + offset
         return not documents.trained[document] or bool(documents.mask[first + 1 : first + count].any())

@@ -75,20 +75,9 @@ class PackedPairs(PlannedRows):
         self.documents, self.length, self.full = documents, width or length, False
         self.reference, self.labels = reference, labels
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
-        if overflow == "error" and (width is not None or second_yields):  # raises for documents that are longer
-            sides = lengths[:, :1] if second_yields else lengths
-            every = 2 if second_yields else 1
-            name = lambda index: documents.source(every * index)  # noqa: E731
-            plan_rows(sides.reshape(-1), length, overflow="error", packing=False, name=name)
-        if width is not None:
-            kept_lengths = lengths if overflow == "error" else np.minimum(lengths, length)
-        elif second_yields:
-            kept_lengths = _yielded(lengths, length)
-        else:
-            kept_lengths = lengths if overflow == "error" else _shortened(lengths, length)
-        is_cut = (kept_lengths < lengths)[:, :1] if second_yields else (kept_lengths < lengths).any(1, keepdims=True)
-        if overflow == "drop":
-            kept_lengths = np.where(is_cut, 0, kept_lengths)
+        if overflow == "error" and (width is not None or second_yields):
+            _require_short(documents, lengths, length, second_yields)
+        kept_lengths = _fitted(lengths, length, overflow, width is not None, second_yields)
         if drops_cut_pairs:
             kept_lengths = np.where((kept_lengths < lengths).any(1, keepdims=True), 0, kept_lengths)
         self.picture_plan: PicturePlan | None = None
@@ -100,10 +89,7 @@ class PackedPairs(PlannedRows):
             shared, refuses = self.length if packing else 0, overflow == "error"
             plan = PicturePlan(documents, kept_lengths.reshape(-1), shared, patches_per_row, group=2, refuses=refuses)
             self.picture_plan, kept_lengths = plan, np.where(plan.out.reshape(-1, 2), 0, kept_lengths)
-        trained = np.array(documents.trained).reshape(-1, 2)
-        for pair, side in np.argwhere(kept_lengths < lengths):
-            mask = documents[2 * int(pair) + int(side)].mask
-            trained[pair, side] = np.count_nonzero(mask[1 : kept_lengths[pair, side]])
+        trained = _trained(documents, lengths, kept_lengths)
         out = trained == 0
         dropped = out[:, 0] if second_yields else out.any(1)
         out = out | dropped[:, None] if second_yields else np.stack([dropped, dropped], 1)
@@ -191,6 +177,34 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
     cut_length = np.where(shorter > half, half, length - shorter)  # of an odd length both lose one token more
     room = np.where(lengths.sum(1) > length, cut_length, lengths.max(1))
     return np.minimum(lengths, room[:, None])
+
+
+def _require_short(documents: Documents, lengths: np.ndarray, length: int, first_alone: bool) -> None:
+    """ValueError for a document, or with `first_alone` a pair's first, of more than `length` tokens."""
+    sides, every = (lengths[:, :1], 2) if first_alone else (lengths, 1)
+    name = lambda index: documents.source(every * index)  # noqa: E731
+    plan_rows(sides.reshape(-1), length, overflow="error", packing=False, name=name)
+
+
+def _fitted(lengths: np.ndarray, length: int, overflow: Overflow, apart: bool, second_yields: bool) -> np.ndarray:
+    """int64[pairs, 2]: what `overflow` leaves of the lengths. apart: each document may have `length` tokens."""
+    if second_yields and not apart:
+        fitted = _yielded(lengths, length)
+    elif overflow == "error":
+        fitted = lengths
+    else:
+        fitted = np.minimum(lengths, length) if apart else _shortened(lengths, length)
+    is_cut = (fitted < lengths)[:, :1] if second_yields else (fitted < lengths).any(1, keepdims=True)
+    return np.where(is_cut, 0, fitted) if overflow == "drop" else fitted
+
+
+def _trained(documents: Documents, lengths: np.ndarray, kept_lengths: np.ndarray) -> np.ndarray:
+    """int[pairs, 2]: trained tokens of what is left of each document."""
+    trained = np.array(documents.trained).reshape(-1, 2)
+    for pair, side in np.argwhere(kept_lengths < lengths):
+        mask = documents[2 * int(pair) + int(side)].mask
+        trained[pair, side] = np.count_nonzero(mask[1 : kept_lengths[pair, side]])
+    return trained
 
 
 def _yielded(lengths: np.ndarray, length: int) -> np.ndarray:

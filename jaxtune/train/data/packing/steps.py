@@ -120,8 +120,8 @@ class StepBatches(Batches):
         return cached[1]
 
     def _pack_epoch(self, epoch: int) -> np.ndarray:
-        """Packs an epoch's micro-batches by first fit, longest first: int64[steps, micro-batches, documents], the row
-        of each within its micro-batch; -1 if empty, or missing in the last step.
+        """Packs an epoch's micro-batches by first fit, longest first: int64[steps, micro-batches, documents], -1 if
+        empty.
         """
         lengths = np.zeros(self.steps_per_epoch * self._taken, np.int64)
         lengths[: len(self.rows)] = self.rows.lengths[self._epoch(epoch)]

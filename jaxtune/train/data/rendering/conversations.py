@@ -151,11 +151,7 @@ class Conversations:
         return text, ranges
 
     def _start(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """Where response `index` begins in `text`, if the turns before it are no prefix: after the generation prompt,
-        searched between the message before and its own text; where a beginning of that prompt with a special token
-        stands before its text; or, if the template writes no such prompt here, after what it writes behind the message
-        before. Raises RowError.
-        """
+        """Where response `index` begins in `text`, if the turns before it are no prefix. RowError if unknown."""
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)
         if (
@@ -182,9 +178,7 @@ class Conversations:
     def _unchanged_end(
         self, messages: list[dict], tools: list[dict] | None, text: str, index: int, turns: str
     ) -> int | None:
-        """The index in `text` after what the template writes behind message `index`, if `turns`, rendered up to it, has
-        the same there; else None.
-        """
+        """The index in `text` after message `index`, if `turns`, rendered up to it, has the same there; else None."""
         last = self._text_of(messages[: index + 1], tools, turns, index).end
         low = self._text_of(messages, tools, text, index).end
         if last is None or low is None or not text.startswith(turns[last:], low):
@@ -192,9 +186,7 @@ class Conversations:
         return low + len(turns) - last
 
     def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int, turns: str) -> int:
-        """Where response `index` ends in `text`, if the turns up to it (`turns`) are no prefix: after what the template
-        writes behind it as a last message, else after the first token that can end a turn. Raises RowError.
-        """
+        """Where response `index` ends in `text`, if the turns up to it are no prefix. RowError if unknown."""
         unchanged = self._unchanged_end(messages, tools, text, index, turns)
         if unchanged is not None:
             return unchanged
@@ -215,9 +207,6 @@ class Conversations:
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
         """The range of message `index` in `text`: what differs when its content, thought or calls are changed, one at a
         time.
-
-        "name" and "added" of `_changed` decide the end only without other changes: a call's name may recur in its
-        result's turn, and added text brings line breaks.
         """
         low = high = weak = None
         for part_name, changed in _changed(messages[index]):
@@ -267,9 +256,7 @@ class Conversations:
         return ", ".join(missing)
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, candidates: list[tuple[int, str]]) -> bool:
-        """Whether the template surely writes all `candidates`, (index, name as in `_changed`), by one rendering with
-        markers. False: not known. Content is asked about only when probably missing.
-        """
+        """Whether the template surely writes all `candidates`, (index, name as in `_changed`); False: not known."""
         if not candidates or any(part_name == "content" for _, part_name in candidates):
             return not candidates
         changed = list(messages)

@@ -347,9 +347,7 @@ def _example(value: Columns, format: str, access: PictureAccess | None) -> Examp
 
 
 def _answered(value: Columns, answers: Mapping[str, Any], access: PictureAccess | None) -> list[Example]:
-    """An example for each of {column: text or turns}. Raises RowError for an answer that is empty or not the
-    assistant's, or without one common question.
-    """
+    """An example for each of {column: text or turns}. RowError for an empty answer, or without one question."""
     for side, answer in answers.items():
         if isinstance(answer, str):
             check_unicode(answer)
@@ -418,9 +416,7 @@ def _without_question(question: str, answers: Sequence[str]) -> list[str]:
 
 
 def _common_question(value: Columns, answers: Sequence[str]) -> str:
-    """The text, up to a word's end, with which both answers of a preference without a question begin; "" if too short,
-    all of an answer, or if another column may be the question.
-    """
+    """The text, up to a word's end, with which both answers of a preference begin; "" if it may be no question."""
     known_columns = (*CHOSEN, *REJECTED, *SYSTEM)
     if len(answers) < 2 or any(
         isinstance(cell, str) and cell.strip() and name not in known_columns and snake(name) not in NEUTRAL
@@ -556,9 +552,7 @@ def _following(prompt_turns: list[Message], answer: list[Message], side: str) ->
 
 
 def _prompted(value: Columns, question_cell: Any, answer: Any, access: PictureAccess | None) -> Example:
-    """A prompt and a completion, at least one in turns, as one conversation in which only the completion is trained on.
-    Raises RowError.
-    """
+    """A prompt and a completion, at least one in turns, as one conversation. RowError."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
     if marks := _marks(value):
@@ -689,9 +683,7 @@ def _not_empty(text: str, noun: str) -> None:
 
 
 def _conversation(value: Columns, messages: list[Message]) -> Example:
-    """The example of a conversation with the row's system message and tools. Raises RowError if it is empty, or a
-    response is empty without calls.
-    """
+    """The example of a conversation with the row's system message and tools. RowError if it is empty."""
     if not messages:
         raise RowError("empty conversation")
     for message in messages:

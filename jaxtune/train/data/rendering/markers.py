@@ -22,12 +22,10 @@ _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
 
 
 class _Marker:
-    """A marker as token ids: it is tokenised in several contexts, and the longest run common to all is the core.
+    """A marker as token ids: the longest run that is common to several contexts is the core. ValueError if it is empty.
 
-    Raises ValueError if the marker is empty, or its core empty or white space. key: the config key below `data`.
-
-      core: int32[n].
-      lead, trail: the text before and after the core as raw pieces; "" if always merged with neighbours.
+    core: int32[n].
+    lead, trail: the text before and after the core as raw pieces; "" if always merged with neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str, key: str):
@@ -59,10 +57,8 @@ class _Marker:
 
     @staticmethod
     def _edge(tokenizer: Tokenizer, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
-        """The raw pieces of the marker's characters start:end, joined, from the first context where whole tokens cover
-        exactly these; else "".
-
-          encoded: for each context, (start, end, id) of the tokens inside the marker.
+        """The raw pieces of the marker's characters start:end in the first context whose tokens cover exactly these;
+        else "".
         """
         for tokens in encoded:
             inside = [token for token in tokens if start <= token[0] and token[1] <= end and token[0] < token[1]]
@@ -83,9 +79,7 @@ def _find(tokens: np.ndarray, sequence: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Tokenizer, text: str, key: str) -> list[_Marker]:
-    """The marker, and the marker after a space ("hi ASSISTANT:") if its core there does not contain the plain one.
-    Raises ValueError as `_Marker`.
-    """
+    """The marker, and the marker after a space ("hi ASSISTANT:") if its core differs. ValueError as `_Marker`."""
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
         return [plain]
@@ -100,9 +94,7 @@ def _spellings(tokenizer: Tokenizer, text: str, key: str) -> list[_Marker]:
 def _runs(
     stable_tokens: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]
 ) -> list[list[tuple[int, int, int]]]:
-    """`stable_tokens` divided into runs that are consecutive in `tokens`; each is (start, end, id). The last may be
-    empty.
-    """
+    """`stable_tokens` divided into runs (start, end, id) that are consecutive in `tokens`."""
     stable_set, runs = set(stable_tokens), [[]]
     for token in tokens:
         if token in stable_set:
@@ -180,9 +172,8 @@ class Markers:
         return [(start, end) for start, end in spans if start < end]
 
     def _after(self, tokens: np.ndarray, index: int, trail: str) -> int:
-        """The index after a marker whose core ends before `index`, with as much of its tail as follows. A token with
-        the tail and more belongs to the marker, unless the response's first word merged with the marker's last white
-        space. trail: raw pieces.
+        """The index after a marker whose core ends before `index`, with as much of its tail, raw pieces `trail`, as
+        follows.
         """
         remaining_trail = trail
         while remaining_trail and index < len(tokens):
@@ -196,8 +187,8 @@ class Markers:
         return index
 
     def _before(self, tokens: np.ndarray, index: int, lead: str) -> int:
-        """The index where a marker begins whose core begins at `index`, with as much of its head as precedes. lead: raw
-        pieces.
+        """The index where a marker begins whose core begins at `index`, with as much of its head,
+        `lead`, as precedes.
         """
         remaining_lead = lead
         while remaining_lead and index > 0:

@@ -390,9 +390,7 @@ class RowEncoder:
     def _render_conversation(
         self, example: Example, special: str
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-        """(Text, character ranges of responses, ranges that the conversation's marks exclude). Ranges of the prompt may
-        be among them; there are none if all is trained on or markers will find them. Raises RowError.
-        """
+        """(Text, character ranges of responses, ranges that marks exclude). RowError."""
         messages = example.messages or []
         marked = is_marked(self._trained(example))
         if self.train_on == "completion" and marked:
@@ -539,8 +537,8 @@ class RowEncoder:
         return mask, spans, len(spans), ended
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
-        """The index after a response's last trained token, without white space behind the token that ends the turn;
-        `last` if none does or text follows. high: index in `text` after the response; None: its last token's end.
+        """The index after a response's last trained token; `last` if none ends the turn. high: index in `text` after
+        it.
         """
         if high is None:
             high = int(tokens.ends[last - 1])
@@ -552,12 +550,7 @@ class RowEncoder:
     def _with_eos(
         self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """(Ids, spans) of plain text with EOS at its end and in the last response, so that the model learns to stop.
-        Raises SetupError without EOS.
-
-        Unchanged if the text ends with EOS or, with markers (it is a rendered conversation), with another token that
-        ends a turn.
-        """
+        """(Ids, spans) of plain text with EOS at its end and in the last response. SetupError without EOS."""
         eos = self.tokenizer.eos_token
         if eos is not None and self.train_on == "completion" and not text.endswith(eos):
             return np.append(tokens.ids, np.int32(self.tokenizer.eos_token_id)), spans

@@ -36,9 +36,7 @@ def require_readable(data: DataConfig, model: ModelConfig, converts: bool, pictu
 
 
 def _look(key: str, rows: object, data: DataConfig, converts: bool, pictures: bool) -> None:
-    """Reads a row of each of the first sources. ConfigError, about `key`, if there is none, or it cannot be used and
-    on_bad_row is not skip.
-    """
+    """Reads a row of each of the first sources. ConfigError, about `key`, if none can be used."""
     streaming = data.streaming and key == "data.train"
     try:
         sources = open_sources(rows, streaming, data.columns)

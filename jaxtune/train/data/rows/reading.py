@@ -153,9 +153,7 @@ def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
 
 
 def _folder(folder: Path) -> list[Source]:
-    """Sources of the data files below a folder by name, without hidden ones. Raises ValueError for none, a compressed
-    one, or files of both training and test splits.
-    """
+    """Sources of the data files below a folder by name. ValueError for none, or files of both splits."""
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -177,9 +175,7 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _split_of(file: PurePath) -> int | None:
-    """0 (training) or 1 (test, validation) by words in the file's name or the nearest folder's; None if undecided.
-    file: relative to the user's folder.
-    """
+    """0 (training) or 1 (test, validation) by words in the file's or nearest folder's name; None if undecided."""
     for component in reversed(file.parts):
         words = set(re.split(r"[^a-z]+", component.lower()))
         if matches := [split for split, names in enumerate(_SPLITS) if words & names]:
@@ -188,9 +184,7 @@ def _split_of(file: PurePath) -> int | None:
 
 
 def _file_source(file: Path) -> Source:
-    """The source of a data file, by its suffix in any case. Raises ValueError for an unknown one, OSError if a .json
-    file cannot be opened.
-    """
+    """The source of a data file, by its suffix. ValueError for an unknown one."""
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -264,10 +258,9 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
 
 
 def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
-    """A source with columns renamed to those of the row formats; others stay, unless a renamed one replaces them.
+    """A source with columns renamed to those of the row formats; others stay.
 
-    columns: {name of a format's column: its name in these rows, or a text with such names in braces}. A row without
-    one is bad; in a text only the first is required.
+    columns: {name of a format's column: its name in these rows, or a text with such names in braces}.
     """
     texts = {ours: _BRACES.split(name) for ours, name in columns.items() if _BRACES.search(name)}
     plain = {ours: name for ours, name in columns.items() if ours not in texts}
@@ -303,9 +296,7 @@ _BRACES = re.compile(r"\{([^{}]+)\}")  # the name of a column in a text of data.
 
 
 def _filled(pieces: Sequence[str], cells: Mapping[str, Any]) -> str:
-    """A text of several columns; text between two of them is left out unless both have some. pieces: texts and names in
-    turn.
-    """
+    """A text of several columns; text between two of them is left out unless both have some."""
     written: list[str] = []
     for before, name in zip(["", *pieces[2:-1:2]], pieces[1::2], strict=True):
         if cell := cells[name]:

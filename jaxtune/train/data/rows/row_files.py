@@ -57,9 +57,7 @@ def _object(file: str, number: int, value: object) -> Row:
 
 
 def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
-    """The Row of a table, without nested keys whose value is None: in a table all objects of a column have the same
-    keys. As in TRL they are not rendered.
-    """
+    """The Row of a table, without nested keys whose value is None, as in TRL."""
     row = _object(file, number, value)
     if row.value is None:
         return row
@@ -79,9 +77,7 @@ class _Written(dict[str, object]):
 
 
 def _measure(value: Any) -> tuple[int, str]:
-    """(Rough number of characters, names included; why the row is too large or nested too deeply, or ""). Walks level
-    by level, so that deep nesting cannot overflow the stack and a list in itself ends.
-    """
+    """(Rough number of characters; why the row is too large or nested too deeply, or ""), level by level."""
     size, files, level = 0, 0, [value]
     for _ in range(MAX_DEPTH):
         inner: dict[int, Any] = {}
@@ -347,9 +343,7 @@ def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The data set with pictures as files, so that a broken one makes its own row a bad one. Its rows may be tables of
-    Arrow.
-    """
+    """The data set with pictures as files, so that a broken one makes its own row a bad one."""
     kinds = [
         kind for feature in (getattr(dataset, "features", None) or {}).values() for kind in _decoded_kinds(feature)
     ]

@@ -275,11 +275,7 @@ def _end_threads(closed: threading.Event, threads: list[threading.Thread]) -> No
 
 
 class _Feed:
-    """The packed rows of a stream, without end. A thread makes the next window meanwhile.
-
-    key: seed of the orders.
-    position: to resume at, or None.
-    """
+    """The packed rows of a stream, without end, from `position` on; a thread makes the next window."""
 
     def __init__(self, stream: StreamedRows, key: int, position: Json):
         self._stream, self._key = stream, key
@@ -298,9 +294,7 @@ class _Feed:
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
-        """Waits for the next window if needed, and raises its thread's error: ValueError for an unreadable shard or a
-        whole unusable epoch.
-        """
+        """Waits for the next window if needed, and raises its thread's error."""
         while self._window is None or self._taken >= len(self._window.order):
             if self._window is not None:
                 self._taken = 0
@@ -335,9 +329,7 @@ class _Feed:
         return future
 
     def _make(self) -> _TokenisedWindow:
-        """The next window with usable rows, in the thread. Raises ValueError for an unreadable shard, a refused window,
-        a whole unusable epoch, or after `close`.
-        """
+        """The next window with usable rows. ValueError for an unreadable shard, or a whole unusable epoch."""
         epoch = self._end.epoch
         while True:
             rows, begin, size = [], self._end, 0
@@ -359,9 +351,7 @@ class _Feed:
                 raise ValueError(f"{self._stream.name}: no row can be trained on in a whole pass over the stream")
 
     def _read(self, begin: _Place) -> Iterator[tuple[_Place, Row | None]]:
-        """(Position after the row, row) after `begin`, over endless epochs; at each epoch's end (beginning of the next,
-        None), so that no window spans two.
-        """
+        """(Position after the row, row) after `begin`, over endless epochs; None for the row at each epoch's end."""
         sources = self._stream.sources
         while True:
             order = ORDERS[self._stream.order](len(sources), self._key, begin.epoch)
@@ -375,9 +365,7 @@ class _Feed:
 
 
 def _file_fingerprint(file: Path) -> str:
-    """Size, and a digest of 17 samples of 4 KiB: a change elsewhere that keeps the size is not noticed, as reading all
-    would take too long. Raises ValueError.
-    """
+    """Size, and a digest of 17 samples of 4 KiB: other changes that keep the size are not noticed."""
     try:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size

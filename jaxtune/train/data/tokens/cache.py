@@ -180,9 +180,7 @@ class CachedDocuments(NamedTuple):
 
 
 class _Store:
-    """Collects chunks, in files NAME.bin of an empty `folder`, which `finish` completes with meta.json and `close`
-    closes also after a failure, or in memory (None), for `documents`.
-    """
+    """Collects chunks, in files NAME.bin of an empty `folder`, or in memory (None)."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
@@ -329,10 +327,7 @@ def disk_errors(parent: Path) -> Iterator[None]:
 
 
 def _commit(temporary: Path, folder: Path) -> Path:
-    """Renames the finished folder, and returns its name: with the user's id if another user's is there. One that
-    another run wrote meanwhile is kept and returned, with `temporary` left to delete; a damaged one is replaced. Raises
-    OSError.
-    """
+    """Renames the finished folder, and returns its name; another run's undamaged one stays. OSError."""
     for target in (folder, _own_name(folder)):
         if os.path.isdir(target):
             try:
@@ -349,9 +344,7 @@ def _commit(temporary: Path, folder: Path) -> Path:
 
 
 def _open(folder: Path) -> tuple[Documents, Summary]:
-    """The memory-mapped documents and counts of a verified folder. Raises PermissionError for another user's, one of
-    DAMAGE for a damaged one.
-    """
+    """The memory-mapped documents and counts of a verified folder. PermissionError for another user's; or of DAMAGE."""
     meta = _read_meta(folder)
     fields = {name: np.memmap(folder / f"{name}.bin", dtype, mode="r") for name, dtype in FIELDS.items()}
     documents = _documents(fields, meta.sources, stored_pictures(folder, len(fields["lengths"])))

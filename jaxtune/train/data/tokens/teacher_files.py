@@ -133,9 +133,7 @@ def _tokens(row: Row) -> np.ndarray:
 
 
 def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
-    """For each token its entry in top_ids, or in prompt_logprobs as a mapping; None or empty without a distribution.
-    Raises ConfigError.
-    """
+    """For each token its entry in top_ids, or in prompt_logprobs; None or empty without a distribution. ConfigError."""
     columns = _columns(row)
     for name in ("top_ids", "prompt_logprobs"):
         entries = columns.get(name)
@@ -149,9 +147,7 @@ def _entries(row: Row) -> Sequence[Sequence[int] | Mapping[str, object] | None]:
 
 
 def _distributions(row: Row, token_indices: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32[n, k], -1 where unused; log-probabilities float32[n, k], 0 there) of these trained tokens. Raises
-    ConfigError.
-    """
+    """(ids int32[n, k], -1 where unused; log-probabilities float32[n, k], 0 there) of these tokens. ConfigError."""
     entries = _entries(row)
     logs = _columns(row).get("top_logprobs")
     ids, log_probs = np.full((len(token_indices), k), -1, np.int32), np.zeros((len(token_indices), k), np.float32)
@@ -180,9 +176,7 @@ def _distributions(row: Row, token_indices: list[int], k: int) -> tuple[np.ndarr
 def _require_distributions(
     row: Row, token_indices: list[int], ids: np.ndarray, log_probs: np.ndarray, vocab_size: int
 ) -> None:
-    """Raises ConfigError for a distribution with no token, a repeated or invalid id, a log-probability above 0 or not
-    finite, or a sum above 1 (+ _SLACK). ids, log_probs: [len(token_indices), k].
-    """
+    """ConfigError for a distribution that is none; ids, log_probs: [len(token_indices), k]."""
     is_used, token_counts = ids != -1, (ids != -1).sum(1)
     ordered = np.sort(np.where(is_used, ids, -1 - np.arange(ids.shape[1])), 1)
     total = np.where(is_used, np.exp(log_probs), 0.0).sum(1)

@@ -102,9 +102,7 @@ def _chunks(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
 
 
 class _Encoder(Protocol):
-    """Tokenises chunks, in this process or another. `encode` runs in a worker's thread, the rest in the thread that
-    waits.
-    """
+    """Tokenises chunks, in this process or another; `encode` runs in a worker's thread."""
 
     def encode(self, rows: list[Row]) -> Chunk:
         """Blocks until the chunk is made, and raises its error."""
@@ -144,9 +142,7 @@ class _Worker(threading.Thread):
 def _encode(
     chunks: Iterable[list[Row]], count: int, make: Callable[[], _Encoder], poll: Callable[[], None]
 ) -> Iterator[Chunk]:
-    """Tokenises chunks with at most `count` workers, and yields results in order; at most 2 x count + 1 are taken
-    ahead. make: makes an encoder, which is closed at the end, or killed if the work ends early.
-    """
+    """Tokenises chunks with at most `count` workers, and yields results in order; make: makes an encoder."""
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     workers: list[_Worker] = []
     queued: collections.deque[tuple[list[Row], concurrent.futures.Future[Chunk]]] = collections.deque()
@@ -181,10 +177,8 @@ def _wait_for(
     workers: list[_Worker],
     poll: Callable[[], None],
 ) -> Chunk:
-    """Waits for a chunk's future, and calls `poll` meanwhile. Warns if a worker's process is stopped.
-
-    Raises ValueError after 600 s and 1 s for each 10,000 characters; time in which this process was stopped does not
-    count.
+    """Waits for a chunk's future, and calls `poll` meanwhile. ValueError after 600 s and 1 s for each 10,000
+    characters.
     """
     size, reported = sum(row.size for row in rows), ""
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
@@ -246,9 +240,7 @@ class _InProcess:
 
 
 class _Process:
-    """Encodes in a process that it starts, with pickles through its stdin and stdout. setup: the pickled (tokenizer,
-    RowEncoder's keyword arguments).
-    """
+    """Encodes in a process that it starts, with pickles through its stdin and stdout."""
 
     def __init__(self, setup: bytes):
         root = str(PACKAGE.resolve().parent)
@@ -331,9 +323,7 @@ def _unsent(row: Row) -> Row:
 
 
 def _serve(parent: int) -> None:
-    """The main function of a tokenising process: replies to each chunk of rows from stdin until that ends or the
-    process `parent` is gone.
-    """
+    """The main function of a tokenising process, until stdin ends or the process `parent` is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     outlive()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
