@@ -56,6 +56,9 @@ def leave(code: int) -> None:
         if first():
             client.key_value_set(_ENDED, json.dumps({"process": 0, "code": 0}))
         _Run.watcher.join()
+        import jax
+
+        jax.distributed.shutdown()  # waits for all: JAX aborts one that still uses the service when the first one ends
         return
     _Run.leaving = True
     words = _Run.last_words or f"exit code {code}"

@@ -42,4 +42,7 @@ def _end_all() -> None:
         time.sleep(_BREATH_SECONDS)
 
 
+# The first finalizer of a process registers weakref's work at exit, after which the call of a finalizer does nothing:
+# that too must come after `_end_all`.
+weakref.finalize(end_with, _end_all).detach()
 atexit.register(_end_all)

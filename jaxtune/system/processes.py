@@ -24,11 +24,10 @@ from typing import Any
 
 from jaxtune.system import shared_errors
 
-_ASKED, _READY = "jaxtune/asked/", "jaxtune/ready/"
+_ASKED = "jaxtune/asked/"
 _MEETING_SECONDS = 0.2  # between two looks at signals while processes wait for each other
 _SOON_SECONDS = 0.002  # between two looks of the first process, once it only waits for the others
 _POLL_MILLISECONDS = 1000  # a wait is interrupted after this time, so that Python can handle signals
-_KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is that far behind
 
 
 def service_client() -> Any:
@@ -65,40 +64,51 @@ def first() -> bool:
     return index() == 0
 
 
-_calls = itertools.count()
-_points = itertools.count()
-_meetings = itertools.count()
+# Of the exchanges of each kind. A process that fails reports it (`all_within`) while others still meet or agree.
+_calls, _points, _meetings = itertools.count(), itertools.count(), itertools.count()
+
+
+@contextlib.contextmanager
+def _exchange(client: Any, kind: str, numbers: Iterator[int] = _calls) -> Iterator[str]:
+    """With what the keys of an exchange begin; the service forgets them when every process has left the context."""
+    keys = f"jaxtune/{kind}/{next(numbers)}/"
+    try:
+        yield keys
+    finally:
+        if client.key_value_increment(f"{keys}left", 1) == count():
+            client.key_value_delete(keys)
 
 
 def all_of(value: Any) -> list[Any]:
     """The `value` of every process, by index, sent as JSON (tuples become lists). Collective."""
-    client, number = service_client(), next(_calls)
+    client = service_client()
     if client is None:
         return [value]
-    client.key_value_set(f"jaxtune/all/{number}/{index()}", json.dumps(value))
-    return [json.loads(_get(client, f"jaxtune/all/{number}/{process}")) for process in range(count())]
+    with _exchange(client, "all") as keys:
+        client.key_value_set(f"{keys}{index()}", json.dumps(value))
+        return [json.loads(_get(client, f"{keys}{process}")) for process in range(count())]
 
 
 def all_within(value: object, seconds: float) -> list[Any] | None:
     """The values of all processes, in order, for a process that ends: None if not all call it within `seconds`, as they
     may wait for this one. value: this process's, as JSON.
     """
-    client, number = service_client(), next(_calls)
+    client = service_client()
     if client is None:
         return [value]
     from jax.errors import JaxRuntimeError
 
-    client.key_value_set(f"jaxtune/all/{number}/{index()}", json.dumps(value))
     deadline, values = time.monotonic() + seconds, []
-    while len(values) < count():
-        try:
-            key = f"jaxtune/all/{number}/{len(values)}"
-            values.append(json.loads(client.blocking_key_value_get(key, _POLL_MILLISECONDS)))
-        except JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            if time.monotonic() > deadline:
-                return None
+    with _exchange(client, "all") as keys:
+        client.key_value_set(f"{keys}{index()}", json.dumps(value))
+        while len(values) < count():
+            try:
+                values.append(json.loads(client.blocking_key_value_get(f"{keys}{len(values)}", _POLL_MILLISECONDS)))
+            except JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                if time.monotonic() > deadline:
+                    return None
     return values
 
 
@@ -106,17 +116,22 @@ def of_first(value: Callable[[], Any]) -> Any:
     """In all processes what `value()` returns in the first one, sent as JSON; the others do not call it. Its exception
     is raised in all, elsewhere as one of Python's own classes. Collective.
     """
-    client, key = service_client(), f"jaxtune/first/{next(_calls)}"
+    return _of_first("first", _calls, value)
+
+
+def _of_first(kind: str, numbers: Iterator[int], value: Callable[[], Any]) -> Any:
+    client = service_client()
     if client is None:
         return value()
-    if first():
-        try:
-            sent = json.dumps([None, value()])
-        except Exception as error:
-            client.key_value_set(key, json.dumps([shared_errors.described(error), None]))
-            raise
-        client.key_value_set(key, sent)
-    failed, result = json.loads(_get(client, key))
+    with _exchange(client, kind, numbers) as keys:
+        if first():
+            try:
+                sent = json.dumps([None, value()])
+            except Exception as error:
+                client.key_value_set(f"{keys}0", json.dumps([shared_errors.described(error), None]))
+                raise
+            client.key_value_set(f"{keys}0", sent)
+        failed, result = json.loads(_get(client, f"{keys}0"))
     if failed is not None:
         raise shared_errors.exception_of(failed)
     return result
@@ -131,17 +146,15 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
     client = service_client()
     if client is None:
         return signal_name, due
-    point = next(_points)
-    if first():
-        signals = client.key_value_dir_get(_ASKED)
-        signal_name = signal_name or (signals[0][1] if signals else None)
-        client.key_value_set(f"jaxtune/point/{point}", json.dumps([signal_name, due]))
-        if point >= _KEPT_DECISIONS:
-            client.key_value_delete(f"jaxtune/point/{point - _KEPT_DECISIONS}")
-    elif signal_name is not None:
+    if not first() and signal_name is not None:
         client.key_value_set(f"{_ASKED}{index()}", signal_name, allow_overwrite=True)
-    name, due = json.loads(_get(client, f"jaxtune/point/{point}"))
-    return name, due
+
+    def decided() -> tuple[str | None, bool]:
+        signals = client.key_value_dir_get(_ASKED)
+        return signal_name or (signals[0][1] if signals else None), due
+
+    name, is_due = _of_first("agree", _points, decided)
+    return name, is_due
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,35 +182,32 @@ def meet(
       signal_name: a signal that came to this process; asked several times a second.
       due: whether a save is due; asked in the first process.
     """
-    client, point, has_reported = service_client(), next(_meetings), False
-    ready_prefix = f"{_READY}{point}/"
-    while True:
-        if not has_reported and future.done():
-            has_reported = True
-            client.key_value_set(f"{ready_prefix}{index()}", json.dumps(failure()))
-        if first():
-            answers = {key: json.loads(value) for key, value in client.key_value_dir_get(ready_prefix)}
-            signals = client.key_value_dir_get(_ASKED)
-            name = signal_name() or (signals[0][1] if signals else None)
-            failed = next((value for value in answers.values() if value is not None), None)
-            ready = len(answers) == count() and failed is None
-            save = not ready and due()
-            if ready or name or save or failed is not None:
-                agreed = Agreed(ready and not name, name, save, failed)
-                client.key_value_set(f"{_READY}decided/{point}", json.dumps(dataclasses.asdict(agreed)))
-                if point >= _KEPT_DECISIONS:
-                    client.key_value_delete(f"{_READY}{point - _KEPT_DECISIONS}/")
-                    client.key_value_delete(f"{_READY}decided/{point - _KEPT_DECISIONS}")
-                return agreed
-        else:
-            if (name := signal_name()) is not None:
-                client.key_value_set(f"{_ASKED}{index()}", name, allow_overwrite=True)
-            if (decided := _known(client, f"{_READY}decided/{point}", has_reported)) is not None:
-                return Agreed(**json.loads(decided))
-        if not has_reported:
-            wait([future], _MEETING_SECONDS)
-        elif first():
-            time.sleep(_SOON_SECONDS)
+    client, has_reported = service_client(), False
+    with _exchange(client, "meet", _meetings) as keys:
+        while True:
+            if not has_reported and future.done():
+                has_reported = True
+                client.key_value_set(f"{keys}ready/{index()}", json.dumps(failure()))
+            if first():
+                answers = {key: json.loads(value) for key, value in client.key_value_dir_get(f"{keys}ready/")}
+                signals = client.key_value_dir_get(_ASKED)
+                name = signal_name() or (signals[0][1] if signals else None)
+                failed = next((value for value in answers.values() if value is not None), None)
+                ready = len(answers) == count() and failed is None
+                save = not ready and due()
+                if ready or name or save or failed is not None:
+                    agreed = Agreed(ready and not name, name, save, failed)
+                    client.key_value_set(f"{keys}decided", json.dumps(dataclasses.asdict(agreed)))
+                    return agreed
+            else:
+                if (name := signal_name()) is not None:
+                    client.key_value_set(f"{_ASKED}{index()}", name, allow_overwrite=True)
+                if (decided := _known(client, f"{keys}decided", has_reported)) is not None:
+                    return Agreed(**json.loads(decided))
+            if not has_reported:
+                wait([future], _MEETING_SECONDS)
+            elif first():
+                time.sleep(_SOON_SECONDS)
 
 
 def _known(client, key: str, is_soon: bool) -> str | None:
@@ -275,21 +285,22 @@ def written_by_first(path: Path) -> Iterator[Path]:
     """A context for writing a folder that all compute and one writes: `path` in the first process, elsewhere a
     temporary path. Its end waits for all; an exception within is raised in all. Collective.
     """
-    client, key, failure = service_client(), f"jaxtune/written/{next(_calls)}/", None
+    client, failure = service_client(), None
     if client is None:
         yield path
         return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            yield path if first() else Path(folder) / path.name
-        except Exception as error:
-            failure = shared_errors.described(error)
-            raise
-        finally:
-            client.key_value_set(f"{key}{index()}", json.dumps(failure))
-    for process in range(count()):
-        if failure := json.loads(_get(client, f"{key}{process}")):
-            raise shared_errors.exception_of(failure)
+    with _exchange(client, "written") as keys:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                yield path if first() else Path(folder) / path.name
+            except Exception as error:
+                failure = shared_errors.described(error)
+                raise
+            finally:
+                client.key_value_set(f"{keys}{index()}", json.dumps(failure))
+        for process in range(count()):
+            if failure := json.loads(_get(client, f"{keys}{process}")):
+                raise shared_errors.exception_of(failure)
 
 
 def _get(client: Any, key: str) -> str:

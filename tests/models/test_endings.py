@@ -37,6 +37,18 @@ def test_a_program_ends_with_its_code(work, way):
         assert "terminate called" not in errors
 
 
+IMPORT, OTHER = "from jaxtune.system import lifetimes", "weakref.finalize(other, print, 'other')"
+
+
+@pytest.mark.parametrize("lines", [(IMPORT,), (IMPORT, OTHER), (OTHER, IMPORT)])
+def test_ends_come_whoever_has_the_first_finalizer(lines):
+    """weakref's work at exit, after which finalizers do nothing, is registered with the first of a process."""
+    classes = "import weakref\nclass Owner: pass\nowner, other = Owner(), Owner()"
+    program = "\n".join([classes, *lines, "lifetimes.end_with(owner, print, 'ended')"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.split()[0] == "ended", done
+
+
 def test_a_closed_sampler_has_nothing_left_to_do():
     model = tiny_model()
     with Sampler(model, 2, 64) as sampler:

@@ -282,6 +282,13 @@ def test_what_the_first_raises_all_raise():
         assert "entered" not in words
 
 
+def test_the_service_forgets_what_all_have_read():
+    """Of 200 exchanges in a drawn order, some of which fail; meanwhile it has the keys of three at most."""
+    for code, words in run_together([[str(Path(__file__).with_name("many_exchanges.py"))]] * 2):
+        [(keys, most)] = re.findall(r"keys: (.*) at most (\d+)", words)
+        assert code == 0 and keys == "[]" and int(most) <= 12, words
+
+
 def test_what_must_be_the_same_is_named(monkeypatch):
     """Of the third process, which sees it itself; all of them say it."""
     monkeypatch.setattr(processes, "count", lambda: 3)
