@@ -35,7 +35,7 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import ending, interrupts, invocation, processes, progress, terminal, timing
+from jaxtune.system import ending, interrupts, invocation, processes, progress, terminal, timing, turns
 from jaxtune.system.heap import collect_seldom
 from jaxtune.system.terminal import say
 
@@ -71,6 +71,7 @@ def process(words: Sequence[str] = ()) -> None:
     threads, which may compile for minutes.
     """
     invocation.note_command()
+    turns.take_often()
     codes: list[int] = []
     atexit.register(ending.end_now, codes)  # the first one is called last
     try:

@@ -143,6 +143,32 @@ def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
     assert replaced("jaxtune") is None
 
 
+_OF_COMMAND = """
+import importlib, importlib.util, sys
+import jax, flax.nnx, optax, jaxtune.models.hf, jaxtune.train.trainer, transformers
+from jaxtune.models.programs import described
+from jaxtune.system import invocation
+print(described._has_code_of_user())
+sys.modules["__main__"].__spec__ = importlib.util.find_spec("jaxtune.__main__")
+print(described._has_code_of_user())
+invocation.note_command()
+print(described._has_code_of_user())
+importlib.import_module("rewards_of_a_user")
+print(described._has_code_of_user())
+"""
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_command_without_code_of_the_user_is_known_as_such(tmp_path, hook):
+    (tmp_path / "rewards_of_a_user.py").write_text("")
+    if hook:
+        (tmp_path / "usercustomize.py").write_text("")
+        (tmp_path / "sitecustomize.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(jaxtune.__file__).parents[1])])}
+    done = subprocess.run([sys.executable, "-c", _OF_COMMAND], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["True", "True", str(hook), "True"], done.stderr
+
+
 def test_threads_look_for_functions_of_the_user_at_the_same_time(kept, monkeypatch):
     """While another one fills a table."""
     monkeypatch.setattr(step, "table", table := {}, raising=False)

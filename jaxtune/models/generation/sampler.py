@@ -72,7 +72,7 @@ from jaxtune.models.generation.slot_plan import (
 )
 from jaxtune.models.generation.structure import Structure, flattened, shapes_of, with_cache
 from jaxtune.models.lora import has_adapter
-from jaxtune.models.placement.streams import arriving_bytes
+from jaxtune.models.placement.streams import arriving_bytes, is_on_host
 from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, processes, timing, waiting
 
@@ -243,7 +243,7 @@ class Sampler:
         room = room_bytes(memory_share) if free_bytes is None else (free_bytes - self._bank.bytes) * memory_share
         if self._division is not None and self._division.spans_processes:
             room = processes.smallest(room)
-        arriving = arriving_bytes(model.layers)
+        arriving = arriving_bytes(model.layers) if any(map(is_on_host, self._leaves)) else 0.0
         room = None if room is None else room - (adapter_bytes - self._bank.bytes) - arriving
         convertible = None
         if not deterministic and not exact and not arriving and self._division is None:

@@ -35,7 +35,7 @@ from jaxtune.models.generation.sampling import (
     penalised,
     uniform_of,
 )
-from jaxtune.models.generation.structure import Structure
+from jaxtune.models.generation.structure import Structure, shaped
 from jaxtune.models.generation.xla_options import prompt_options, sampler_options
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.segment import Context
@@ -207,7 +207,7 @@ def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], 
     """Whether a decoding step reads of each cache what its row has, as decode_attention's kernels do, so that longer
     caches take no more time.
     """
-    model = structure.model(shapes)
+    model = shaped(structure, tuple(shapes))
     states = states_shape(structure, tuple(shapes), slots, capacity)
     with dispatch.unchecked():
         for layer, layer_states in zip(model.layers, states, strict=True):
@@ -226,7 +226,7 @@ def logits_shape(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], s
     def of_hidden(leaves, hidden):
         return _head_of_step(structure, leaves, slots)(hidden)[:, 0]
 
-    hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), structure.model(shapes).dtype)
+    hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), shaped(structure, tuple(shapes)).dtype)
     with dispatch.unchecked():
         return jax.eval_shape(of_hidden, list(shapes), hidden)
 

@@ -33,6 +33,12 @@ class Structure:
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
 
+@functools.lru_cache(8)
+def shaped(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Decoder:
+    """The model of these shapes, one for all who only read it, as to put one together takes a while."""
+    return structure.model(shapes)
+
+
 @functools.lru_cache(32)
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
     """The same object for equal arguments (of the last 32). Identity, because comparing two descriptions of a deep
