@@ -32,7 +32,7 @@ def makes_shapes() -> bool:
     return _makes_shapes.get()
 
 
-def split(key: jax.Array, count: int = 2) -> Sequence[jax.Array]:
+def split(key: jax.Array, count: int = 2) -> Sequence[jax.Array] | jax.Array:
     return [key] * count if makes_shapes() else jax.random.split(key, count)
 
 

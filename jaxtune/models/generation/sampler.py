@@ -22,7 +22,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -276,7 +275,7 @@ class Sampler:
         self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size, self._tower is not None)
         self._rows = self._rows._replace(adapter=np.zeros(count, np.int32))
         self._has_arrays = _are_arrays(self._leaves)
-        array = self._leaves[0] if self._has_arrays else jnp.zeros(())
+        array = self._leaves[0] if self._has_arrays else jax.device_put(np.zeros(()))
         where = jax.sharding.SingleDeviceSharding(min(array.devices(), key=lambda device: device.id))
         shapes = Shapes(self._programs, self._structure, self._shapes, self._gated, where, self._rows, self._tower)
         self._ready = Ready(shapes, compiles_beside)
