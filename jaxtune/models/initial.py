@@ -32,6 +32,10 @@ def makes_shapes() -> bool:
     return _makes_shapes.get()
 
 
+def key_of(seed: int) -> jax.Array:
+    return NO_KEY if makes_shapes() else jax.random.key(seed)
+
+
 def split(key: jax.Array, count: int = 2) -> Sequence[jax.Array] | jax.Array:
     return [key] * count if makes_shapes() else jax.random.split(key, count)
 
@@ -53,7 +57,8 @@ def drawn(draw: Callable[[], jax.Array], shape: tuple[int, ...], dtype) -> jax.A
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if makes_shapes() else draw()  # type: ignore[return-value]
 
 
-def zeros(shape: tuple[int, ...], traced: bool) -> jax.Array:
-    """float32. traced: within a function that JAX traces; otherwise numpy makes them, which needs no program."""
-    made = (lambda: jnp.zeros(shape, jnp.float32)) if traced else (lambda: jax.device_put(np.zeros(shape, np.float32)))
-    return drawn(made, shape, jnp.float32)
+def zeros(shapes: Sequence[tuple[int, ...]], traced: bool) -> list[jax.Array]:
+    """float32; not traced: from the host, as a program for each shape would take longer."""
+    if traced or makes_shapes():
+        return [full(shape, 0, jnp.float32) for shape in shapes]
+    return jax.device_put([np.zeros(shape, np.float32) for shape in shapes])

@@ -118,7 +118,7 @@ class Lora(nnx.Module):
     """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32. It adds scale * b a x to
     the output. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
 
-      a: as it begins (`first_rows`).
+      a, b: as they begin (`first_rows`, zeros).
       alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT; r is `rank`.
       rate: of dropout on the adapter's input.
       dora: the magnitude starts at zero; get_peft_model sets it to the norms of the weight's rows.
@@ -132,12 +132,13 @@ class Lora(nnx.Module):
         alpha: float,
         rate: float,
         a: jax.Array,
+        b: jax.Array,
         *,
         rslora: bool = False,
         dora: bool = False,
     ):
         self.a: nnx.Variable = nnx.Param(a)
-        self.b: nnx.Variable = nnx.Param(initial.zeros((out_size, a.shape[0]), traced=isinstance(a, Tracer)))
+        self.b: nnx.Variable = nnx.Param(b)
         self.magnitude = nnx.Param(initial.full((out_size,), 0, jnp.float32)) if dora else None
         self.alpha = alpha
         self.rslora = rslora
