@@ -70,12 +70,13 @@ def process(words: Sequence[str] = ()) -> None:
     It ends without taking Python's objects apart, which takes two seconds, and after a failure without waiting for its
     threads, which may compile for minutes.
     """
-    invocation.note_command()
+    words = [*words, *sys.argv[1:]]
+    invocation.note_command(words)
     turns.take_often()
     codes: list[int] = []
     atexit.register(ending.end_now, codes)  # the first one is called last
     try:
-        codes.append(console([*words, *sys.argv[1:]]))
+        codes.append(console(words))
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         codes.append(1)

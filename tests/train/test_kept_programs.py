@@ -534,3 +534,40 @@ def test_every_process_makes_the_same_digests():
         for seed in ("1", "2")
     }
     assert len(digests) == 1
+
+
+# ---- executables that are loaded ahead
+
+_ASK = """
+import sys
+from jaxtune.system import timing
+timing._SHOWN = 0
+from jaxtune import cli
+cli.process(["generate"])
+"""
+
+
+def test_a_command_loads_ahead_what_it_needed_the_last_time(tmp_path):
+    """And does without what is gone, damaged, or not a program."""
+    base = Path(jaxtune.__file__).parent / "quickstart" / "base"
+    environment = os.environ | {"PYTHONPATH": str(base.parents[2]), "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+
+    def answered() -> tuple[str, set[str]]:
+        """(The answer, how programs were made, by the table.)"""
+        command = [sys.executable, "-c", _ASK, str(base), "--prompt", "2 + 3?", "--max-new-tokens", "2", "--timing"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+        assert done.returncode == 0, done.stderr
+        table = done.stderr.partition("main thread")[2]
+        return done.stdout, {word for word in ("ahead", "compiling") if word in table}
+
+    first, how = answered()
+    assert how == {"compiling"}
+    for _ in range(2):
+        assert answered() == (first, {"ahead"})
+    (record,) = tmp_path.glob("ahead-*")
+    (executable, *_) = tmp_path.glob("jit_prefill-*")
+    executable.write_bytes(executable.read_bytes()[:-1])
+    assert answered()[0] == first
+    record.write_bytes(b"[1, 2")
+    assert answered()[0] == first
+    assert answered() == (first, {"ahead"})
