@@ -35,7 +35,7 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import ending, interrupts, invocation, processes, progress, terminal, timing
+from jaxtune.system import ending, interrupts, invocation, processes, progress, terminal, timing, turns
 from jaxtune.system.heap import collect_seldom
 from jaxtune.system.terminal import say
 
@@ -70,11 +70,13 @@ def process(words: Sequence[str] = ()) -> None:
     It ends without taking Python's objects apart, which takes two seconds, and after a failure without waiting for its
     threads, which may compile for minutes.
     """
-    invocation.note_command()
+    words = [*words, *sys.argv[1:]]
+    invocation.note_command(words)
+    turns.take_often()
     codes: list[int] = []
     atexit.register(ending.end_now, codes)  # the first one is called last
     try:
-        codes.append(console([*words, *sys.argv[1:]]))
+        codes.append(console(words))
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         codes.append(1)

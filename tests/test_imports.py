@@ -17,6 +17,7 @@ BASE = Path(jaxtune.__file__).parent / "quickstart" / "base"
 OF_OTHERS = (
     *("torch", "datasets", "pandas", "pyarrow", "scipy", "sklearn", "tensorflow", "orbax", "tensorstore", "accelerate"),
     *("llguidance", "gguf", "starlette", "uvicorn", "prometheus_client", "openai", "wandb", "tensorboardX", "requests"),
+    *("jax.experimental.mosaic.gpu", "jax.experimental.pallas.mosaic_gpu", "jaxlib.mlir.dialects.llvm"),
     *("transformers.modeling_utils", "transformers.trainer", "transformers.generation.utils"),
     *("jaxtune.compat", "jaxtune.convert", "jaxtune.serve", "jaxtune.profile.report"),
 )

@@ -56,7 +56,7 @@ FAMILIES = "jaxtune.models.families"  # its folder common is what families share
 # The rooms within a room, lowest first: each imports only from itself and those before it.
 ORDER = {
     "models": [
-        *("values", "heads", "config", "fitted", "placement", "programs", "norm", "rope"),
+        *("values", "initial", "heads", "config", "fitted", "placement", "programs", "norm", "rope"),
         *("qat", "linear", "layers", "stack", "vision", "decoder"),
         *("expressions", "lora", "reward", "ends", "observed_inputs"),
         *("families", "registry", "precision", "components"),

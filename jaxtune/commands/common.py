@@ -81,8 +81,21 @@ def begin_import(runs_code: bool = False) -> None:
 
 def begin() -> None:
     """Begins, beside the command's imports, what a command needs that loads a model on this machine alone."""
-    early_devices.begin()
+    begin_devices()
     begin_import()
+
+
+def begin_devices() -> None:
+    """Begins to start the devices in a thread, and then to load the programs that the command needed the last time."""
+
+    def programs() -> None:
+        from jaxtune.models.programs import ahead
+        from jaxtune.system.program_cache import use_program_cache
+
+        use_program_cache()
+        ahead.begin()
+
+    early_devices.begin(programs)
 
 
 def streamed_to_export(pretrained: Pretrained) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import early_devices, joining, progress
+from jaxtune.system import joining, progress
 from jaxtune.system.terminal import say
 
 
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> None:
     config, checkpoint = load_to_evaluate(options.recipe, options.overrides)
     common.begin_import(names_code(config_to_dict(config)))
     joining.join(options.coordinator, options.processes, options.process)
-    early_devices.begin()
+    common.begin_devices()
     from jaxtune.train.scoring import evaluate as evaluate_config
 
     scores = evaluate_config(config, options.recipe, options.overrides, checkpoint, options.load_in)

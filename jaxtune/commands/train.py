@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxtune.commands import common
 from jaxtune.commands.options import parse
-from jaxtune.system import early_devices, host_memory, joining, progress, timing
+from jaxtune.system import host_memory, joining, progress, timing
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int | None:
     host_memory.allow_pinned()
     trains, places = not (options.plan or options.check), (options.coordinator, options.processes, options.process)
     if trains and not joining.is_one_of_several(*places):
-        early_devices.begin()
+        common.begin_devices()
     from jaxtune.train.spec.run_spec import decided_objective
 
     objective = decided_objective(config)  # refuses keys before others are waited for

@@ -5,7 +5,7 @@ the map that it follows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 from flax import nnx
@@ -151,17 +151,21 @@ def common_format(model: Decoder) -> str | None:
     """The format of most quantised modules, such as "nf4", the first by name of equally frequent ones; None if no
     weight is quantised. All experts of a layer count as one module for each matrix.
     """
-    names = Counter(word for word in _words(model).values() if word in FORMATS)
+    return _usual(word for _, word in _words(model))
+
+
+def _usual(words: Iterable[str]) -> str | None:
+    names = Counter(word for word in words if word in FORMATS)
     return min(names, key=lambda name: (-names[name], name), default=None)
 
 
-def _words(model: Decoder) -> dict[str, str]:
-    """{module's name: the format of its quantised weight, or else the word of the dtype in which it computes}."""
-    words = {}
+def _words(model: Decoder) -> list[tuple[Component, str]]:
+    """Each module's with the format of its quantised weight, or else the word of the dtype in which it computes."""
+    words = []
     for component, _, module in components(model):
         weight = module.weight.get_value()
         plain = WORDS[module.compute or jnp.dtype(model.dtype).name]
-        words[component.name] = format_of(weight).name if isinstance(weight, Stored) else plain
+        words.append((component, format_of(weight).name if isinstance(weight, Stored) else plain))
     return words
 
 
@@ -172,10 +176,9 @@ def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
       plain: False leaves out linears and experts in the model's dtype beside quantised ones, for models whose files
         store them so.
     """
-    model_word, usual = WORDS[jnp.dtype(model.dtype).name], common_format(model)
-    words, exceptions = _words(model), {}
-    for component, *_ in components(model):
-        word = words[component.name]
+    model_word, words, exceptions = WORDS[jnp.dtype(model.dtype).name], _words(model), {}
+    usual = _usual(word for _, word in words)
+    for component, word in words:
         expected = usual if usual is not None and component.quantizable else model_word
         if word != expected and (plain or word != model_word):
             exceptions[component.name] = word

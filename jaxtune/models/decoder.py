@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.per_layer import PER_LAYER, PerLayerInputs
@@ -43,7 +44,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         shape = (config.vocab_size, config.hidden_size)
         self.weight: nnx.Variable = nnx.Param(
-            (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype),
+            initial.normal(key, shape, config.initializer_range, dtype),
             axes=("vocab", "hidden"),
         )
 
@@ -133,20 +134,18 @@ class Decoder(nnx.Module):
         self.qat: FakeQuant | None = None
         # Without this the drawn weights would depend on jax_enable_x64, with which XLA may round a draw differently.
         with jax.enable_x64(False):
-            keys = jax.random.split(key, config.num_layers + 2)
+            keys = initial.split(key, config.num_layers + 2)
             self.embedding = Embedding(config, keys[0], dtype)
             blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
             self.layers = nnx.List(blocks)
             self.norm = norm_of(config, config.hidden_size, dtype)
-            per_layer = (
-                None if config.per_layer_size is None else PerLayerInputs(config, jax.random.fold_in(key, 0), dtype)
-            )
+            per_layer = None if config.per_layer_size is None else PerLayerInputs(config, initial.folded(key, 0), dtype)
             self.per_layer = per_layer
             size, std = (config.hidden_size, config.head.outputs or config.vocab_size), config.initializer_range
             tied = config.tie_embeddings
             self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
             if tower is not None:
-                self.vision = tower.make(jax.random.fold_in(key, 1), dtype)
+                self.vision = _new_tower(tower, key, dtype)
 
     @property
     def head_variable(self) -> nnx.Variable:
@@ -432,11 +431,23 @@ class Decoder(nnx.Module):
 
 
 def abstract_decoder(config: DecoderConfig, dtype, tower: TowerConfig | None = None) -> Decoder:
-    """A new Decoder of shapes; to trace one takes half a second for 30 layers, so the last two are kept."""
+    """A new Decoder of shapes; the last two are kept."""
     graph, state = _abstract(config, jnp.dtype(dtype).name, tower)
     return nnx.merge(graph, jax.tree.map(lambda shape: shape, state))  # with variables of its own
 
 
 @functools.lru_cache(2)
 def _abstract(config: DecoderConfig, dtype: str, tower: TowerConfig | None) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype, tower)))
+    try:
+        with initial.as_shapes():
+            graph, state = nnx.split(Decoder(config, initial.NO_KEY, dtype, tower))
+    except TypeError:  # a family's own module, which draws its weights by itself
+        return nnx.split(nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype, tower)))
+    return graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+
+def _new_tower(tower: TowerConfig, key: jax.Array, dtype) -> Tower:
+    if not initial.makes_shapes():
+        return tower.make(jax.random.fold_in(key, 1), dtype)
+    with initial.as_shapes(False):
+        return nnx.eval_shape(lambda: tower.make(jax.random.key(0), dtype))

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.lax import optimization_barrier
 
+from jaxtune.models import initial
 from jaxtune.models.norm import Normed
 from jaxtune.models.placement import partition
 from jaxtune.models.qat.fake_quant import FakeQuant
@@ -83,6 +84,8 @@ def first_rows(seed: int, sizes: Sequence[tuple[int, int, int]]) -> list[jax.Arr
     """
     if not sizes:
         return []
+    if initial.makes_shapes():
+        return [initial.full((rank, columns), 0, np.float32) for _, rank, columns in sizes]
     numbers, ranks, columns = np.array(sizes).T
     count, bounds, elements = int(numbers.max()) + 1, (1.0 / np.sqrt(columns)).astype(np.float32), ranks * columns
     drawn: dict[int, jax.Array] = {}
@@ -113,7 +116,7 @@ class Lora(nnx.Module):
     """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32. It adds scale * b a x to
     the output. With DoRA a magnitude [out] is the norm to which each row of W + scale b a is scaled.
 
-      a: as it begins (`first_rows`).
+      a, b: as they begin (`first_rows`, zeros).
       alpha: the scale is alpha / r, or alpha / sqrt(r) with rslora, as in PEFT; r is `rank`.
       rate: of dropout on the adapter's input.
       dora: the magnitude starts at zero; get_peft_model sets it to the norms of the weight's rows.
@@ -127,15 +130,14 @@ class Lora(nnx.Module):
         alpha: float,
         rate: float,
         a: jax.Array,
+        b: jax.Array,
         *,
         rslora: bool = False,
         dora: bool = False,
     ):
         self.a: nnx.Variable = nnx.Param(a)
-        traced = isinstance(a, Tracer)
-        b = (jnp if traced else np).zeros((out_size, a.shape[0]), np.float32)  # numpy's need no program
-        self.b: nnx.Variable = nnx.Param(b if traced else jax.device_put(b))
-        self.magnitude = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if dora else None
+        self.b: nnx.Variable = nnx.Param(b)
+        self.magnitude = nnx.Param(initial.full((out_size,), 0, jnp.float32)) if dora else None
         self.alpha = alpha
         self.rslora = rslora
         self.rate = rate
@@ -291,10 +293,8 @@ class Linear(nnx.Module):
     compute: str | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
-        self.weight: nnx.Variable = nnx.Param(
-            (jax.random.normal(key, (out_size, in_size), jnp.float32) * std).astype(dtype), axes=("out", "in")
-        )
-        self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
+        self.weight: nnx.Variable = nnx.Param(initial.normal(key, (out_size, in_size), std, dtype), axes=("out", "in"))
+        self.bias = nnx.Param(initial.full((out_size,), 0, dtype)) if bias else None
         self.lora: Lora | None = nnx.data(None)  # a Lora, once the model has adapters
         self.fake_quant: FakeQuant | None = None
         self.fp8 = False

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models import heads, values
+from jaxtune.models import heads, initial, values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.expert_linear import ExpertLinear, ExpertLora
@@ -305,17 +305,20 @@ def get_peft_model(
         setting = f"lora_dropout = {lora_dropout}" if lora_dropout else "use_dora = True"
         raise ValueError(f"{setting}: experts (target_parameters) cannot have it; PEFT refuses it too")
     experts = {name for name in selected if isinstance(modules[name], ExpertLinear)}
-    keys = jax.random.split(jax.random.key(seed), len(selected)) if experts else []
+    keys = initial.split(initial.key_of(seed), len(selected)) if experts else []
     sizes = [(i, selected[name][0], modules[name].sizes[-1]) for i, name in enumerate(selected) if name not in experts]
-    rows = iter(first_rows(seed, sizes))
+    rows = first_rows(seed, sizes)
+    shapes = [(modules[name].sizes[0], rank) for name, (rank, _) in selected.items() if name not in experts]
+    zeros = initial.zeros(shapes, traced=any(isinstance(row, jax.core.Tracer) for row in rows))
+    beginnings = zip(rows, zeros, strict=True)
     for number, (name, (rank, alpha)) in enumerate(selected.items()):
         linear = modules[name]
         if isinstance(linear, ExpertLinear):
             count, out_size, in_size = linear.sizes
             linear.lora = ExpertLora(count, in_size, out_size, rank, alpha, keys[number], rslora=use_rslora)
             continue
-        lora = Lora(linear.sizes[0], alpha, lora_dropout, next(rows), rslora=use_rslora, dora=use_dora)
-        if lora.magnitude is not None:
+        lora = Lora(linear.sizes[0], alpha, lora_dropout, *next(beginnings), rslora=use_rslora, dora=use_dora)
+        if lora.magnitude is not None and not initial.makes_shapes():
             lora.magnitude.set_value(
                 row_norm(dense(on_device(linear.stored_weight)), lora.a[...], lora.b[...], lora.scale)
             )
@@ -328,7 +331,9 @@ def get_peft_model(
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
             holder.original = holder.weight
-            holder.weight = trained(holder.original, holder.original.get_value().astype(jnp.float32))
+            value = holder.original.get_value()
+            whole = initial.drawn(lambda value=value: value.astype(jnp.float32), value.shape, jnp.float32)
+            holder.weight = trained(holder.original, whole)
     return model
 
 

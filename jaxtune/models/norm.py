@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig
 from jaxtune.pallas.normed_heads import inverse_rms
 from jaxtune.pallas.normed_stream import has_kernel, normed_stream
@@ -33,7 +34,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.offset = offset
         self._float32 = float32 or offset != 0.0
-        self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
+        self.weight = nnx.Param(initial.full((size,), 1.0 - offset, dtype))
 
     @property
     def float32(self) -> bool:
@@ -95,8 +96,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, size: int, eps: float, dtype=jnp.float32, *, bias: bool = False):
         self.eps = eps
-        self.weight = nnx.Param(jnp.ones((size,), dtype))
-        self.bias = nnx.Param(jnp.zeros((size,), dtype)) if bias else None
+        self.weight = nnx.Param(initial.full((size,), 1, dtype))
+        self.bias = nnx.Param(initial.full((size,), 0, dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The normed x [..., size], in x's dtype."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import jax
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import SCORE, TEXT, Head
 from jaxtune.models.linear import Linear
@@ -45,7 +45,7 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
     if new_model.vision is not None:
         del new_model.vision
     dtype = model.weight_dtype
-    std, key = config.initializer_range, jax.random.key(seed)
+    std, key = config.initializer_range, initial.key_of(seed)
     new_model.head = nnx.data(Linear(config.hidden_size, head.outputs, bias=False, std=std, key=key, dtype=dtype))
     if model.source is not None:
         hf = json.loads(model.source.config)

@@ -71,6 +71,7 @@ _checkers = ThreadPoolExecutor(8, "first use")
 _pending: list[Callable[[], None]] = []  # checks that wait for `begin_checks`
 # The checks that were asked for within `built`, which waits for them at its end, or `unchecked`; None outside.
 _beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
+_unwaited: list[Future[str | None]] = []  # that were asked for within `unchecked`
 # What `choose` said or would say within `overheard`; None outside.
 _heard: contextvars.ContextVar[list[Said] | None] = contextvars.ContextVar("heard", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
@@ -148,11 +149,12 @@ def unchecked():
     """A context for abstract evaluation (jax.eval_shape): `first_use` queues checks, which a later `built` waits for,
     and assumes that kernels are right.
     """
-    token = _beside.set([])
+    token = _beside.set(asked := [])
     try:
         yield
     finally:
         _beside.reset(token)
+        _unwaited.extend(asked)
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
@@ -179,8 +181,11 @@ def built[Built](build: Callable[[], Built]) -> Built:
 def _failed(checks: list[Future[str | None]]) -> bool:
     """Whether a check has a reason against a kernel, once all are done."""
     begin_checks()
+    checks = [*checks, *_unwaited]
     with timing.phase("wait", "kernel checks"):
-        return any([check.result() is not None for check in checks])  # noqa: C419 - a list, so that all are waited for
+        failed = [check.result() is not None for check in checks]
+    _unwaited[:] = [check for check in _unwaited if not check.done()]
+    return any(failed)
 
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:

@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
 from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu
 from jaxtune.system.private_mlir import ir
 
 _DUMP_NAME = "mosaic_gpu.dump_basename"

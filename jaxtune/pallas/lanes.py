@@ -8,20 +8,24 @@ interpreted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import mosaic_types
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu, utils
 from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm, vector
 
-SCALAR = plgpu.Layout.WG_SPLAT(())  # the layout of scalar arguments: every thread of the warpgroup has the value
 ROWS_OF_A_WARP = 16  # rows of the weight in a small product: the M of mma.m16n8k16
 _WARPS = 4  # of a warpgroup
+
+
+@functools.cache
+def scalar():
+    """The layout of scalar arguments: every thread of the warpgroup has the value."""
+    return plgpu.Layout.WG_SPLAT(())
 
 
 def ir_i32():
@@ -76,7 +80,7 @@ def ir_thread():
 
 
 def ir_scalar(array):
-    """The element of a FragmentedArray with one, which is how Pallas passes SCALAR arguments."""
+    """The element of a FragmentedArray with one, which is how Pallas passes `scalar` arguments."""
     value = array.registers.flat[0]
     return ir_item(value, 0) if isinstance(value.type, ir.VectorType) else value
 
@@ -257,7 +261,7 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
         *([] if nested_ref is None else [plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, nested_layout)]),
     ]
 
-    @mosaic_types.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
+    @mosaic_types.inline_mgpu(arg_types=(scalar(), *(plgpu.RefType() for _ in refs)), return_type=results)
     def load(_, first_row, absmax_ref, *nested_ref):
         f32 = ir.F32Type.get()
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
@@ -334,7 +338,7 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
     layout = plgpu.Layout.WG_STRIDED(shape, 4)
 
     @mosaic_types.inline_mgpu(
-        arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout)
+        arg_types=(scalar(), plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout)
     )
     def load(_, chunk, x_ref):
         tokens, columns = ir.MemRefType(x_ref.type).shape
@@ -418,7 +422,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
     @mosaic_types.inline_mgpu(
-        arg_types=(acc_layout, codes_layout, x_layout, SCALAR, plgpu.RefType(), plgpu.RefType()),
+        arg_types=(acc_layout, codes_layout, x_layout, scalar(), plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, acc_layout),
     )
     def multiply(_, acc, codes, x, chunk, pairs_smem, scales_smem):
@@ -497,7 +501,7 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
     dtype: to which the sums are rounded.
     """
 
-    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar()))
     def store(_, partial_smem, out_ref, first_row):
         f32 = ir.F32Type.get()
         warpgroups, partial_rows, width = ir.MemRefType(partial_smem.type).shape
@@ -567,7 +571,7 @@ def store_chunk(values, out_ref, chunk, layout):
     `values`, WG_STRIDED with vectors of 8.
     """
 
-    @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(layout, scalar(), plgpu.RefType()))
     def store(_, values, chunk, out_ref):
         registers = list(values.registers.flat)
         first = ir_add(ir_mul(ir_scalar(chunk), 128 * len(registers)), ir_thread())
@@ -645,7 +649,7 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
     """
     refs = (*sources, *slots, full_smem)
 
-    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)))
+    @mosaic_types.inline_mgpu(arg_types=(scalar(), scalar(), *(plgpu.RefType() for _ in refs)))
     def copy(_, number, slot, *refs):
         number, slot = ir_scalar(number), ir_scalar(slot)
         sources, slots = refs[: len(sizes)], refs[len(sizes) : -1]
@@ -671,7 +675,7 @@ def wait_for_chunk(full_smem, slot, parity):
     third, ... copy to this slot, else 1. full_smem: barriers, one for each slot.
     """
 
-    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(scalar(), scalar(), plgpu.RefType()))
     def wait(_, slot, parity, full_smem):
         utils.inline_ptx(
             "{ .reg .pred there; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 there, [$0], $1; "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.mosaic_modules import plgpu
 
 
 def inline_mgpu(*, arg_types=(), return_type=None) -> Callable[[Callable], Callable]:

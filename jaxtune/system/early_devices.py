@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxtune.system import early_import, host_memory, timing
 
 
-def begin() -> None:
-    """Lets XLA pin host memory, and starts the devices. What fails is said to whoever uses them. Not for one of several
-    processes, which must join the others first.
+def begin(then: Callable[[], object] = lambda: None) -> None:
+    """Lets XLA pin host memory, starts the devices, and calls `then` in the same thread. What fails is said to whoever
+    uses them. Not for one of several processes, which must join the others first.
     """
     host_memory.allow_pinned()
-    early_import.begin(_start)
+
+    def start() -> None:
+        _start()
+        then()
+
+    early_import.begin(start)
 
 
 def _start() -> None:

@@ -7,17 +7,25 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # The environment variable in which `jaxtune launch` tells its processes what the user typed.
 VARIABLE = "JAXTUNE_INVOCATION"
 _SCRIPT = "jaxtune"
 _is_command = False
+_words: list[str] = []
 
 
-def note_command() -> None:
+def note_command(words: Sequence[str] = ()) -> None:
+    """words: of the command, without `jaxtune`."""
     global _is_command
-    _is_command = True
+    _is_command, _words[:] = True, words
+
+
+def words() -> list[str]:
+    """Of this process's command; [] if it is none."""
+    return list(_words)
 
 
 def is_command() -> bool:

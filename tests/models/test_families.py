@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -18,8 +19,11 @@ from flax import nnx
 from random_weights import write_checkpoint
 from tiny import CONFIGS, golden_tokens
 
+from jaxtune.models import initial
+from jaxtune.models.decoder import Decoder, abstract_decoder
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
-from jaxtune.models.registry import FAMILIES, config_from_hf, family
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.registry import FAMILIES, config_from_hf, family, text_config
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 # scope: the tests of a family follow one another, so that one worker loads and compiles it.
@@ -44,6 +48,22 @@ def model_of(tmp_path_factory):
         return models[name]
 
     return get
+
+
+@families
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_shapes_is_that_of_tracing(name, dtype):
+    """Without an adapter, and with one."""
+    config = config_from_hf(text_config(CONFIGS[name]))
+    settings = dict(r=2, target_parameters=["experts.down_proj"] if config.moe else None, use_rslora=True)
+    adapted = functools.partial(get_peft_model, **settings)
+    traced, made = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype)), abstract_decoder(config, dtype)
+    with initial.as_shapes():
+        made_with_adapter = adapted(made)
+    for one, other in ((traced, made), (nnx.eval_shape(adapted, traced), made_with_adapter)):
+        (graph, state), (its_graph, its_state) = nnx.split(one), nnx.split(other)
+        assert graph == its_graph
+        assert jax.tree.leaves_with_path(state) == jax.tree.leaves_with_path(its_state)
 
 
 @families

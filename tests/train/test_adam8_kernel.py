@@ -38,7 +38,7 @@ def test_a_cell_gives_the_nearest_code(signed):
 
 def test_lanes_of_a_warp_have_neighbours_and_a_warp_whole_blocks():
     """The strides by which a chunk is stored reach every element once; eight lanes hold a line of 128 bytes."""
-    layout = kernel._LAYOUT.to_mgpu()
+    layout = kernel._layout().to_mgpu()
     registers = layout.registers_shape((8, BLOCK))
     strides = layout.tiling.tile_strides((BLOCK, 1))
     (warp,), (lane,), vector = layout.warp_dims, layout.lane_dims, layout.vector_dim

@@ -82,7 +82,10 @@ def test_an_adapter_on_keys_that_a_layer_does_not_use_is_named(tmp_path):
     """As if such a layer had got a projection of its own to keys, which nothing reads."""
     model = lora_model()
     unused = Linear(64, 128, bias=False, std=0.02, key=jax.random.key(1), dtype="float32")
-    unused.weight, unused.lora = frozen(unused.weight), Lora(128, 8, 0.0, jax.random.normal(jax.random.key(2), (4, 64)))
+    unused.weight, unused.lora = (
+        frozen(unused.weight),
+        Lora(128, 8, 0.0, jax.random.normal(jax.random.key(2), (4, 64)), jnp.zeros((128, 4))),
+    )
     model.layers[3].mixer.k_proj = unused
     config = make_config(tmp_path, steps=4)
     with pytest.raises(TrainingStopped, match=r"the gradient of 1 adapters .*: layers\.3\.mixer\.k_proj\. Leave"):

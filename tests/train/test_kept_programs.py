@@ -143,6 +143,32 @@ def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
     assert replaced("jaxtune") is None
 
 
+_OF_COMMAND = """
+import importlib, importlib.util, sys
+import jax, flax.nnx, optax, jaxtune.models.hf, jaxtune.train.trainer, transformers
+from jaxtune.models.programs import described
+from jaxtune.system import invocation
+print(described._has_code_of_user())
+sys.modules["__main__"].__spec__ = importlib.util.find_spec("jaxtune.__main__")
+print(described._has_code_of_user())
+invocation.note_command()
+print(described._has_code_of_user())
+importlib.import_module("rewards_of_a_user")
+print(described._has_code_of_user())
+"""
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_command_without_code_of_the_user_is_known_as_such(tmp_path, hook):
+    (tmp_path / "rewards_of_a_user.py").write_text("")
+    if hook:
+        (tmp_path / "usercustomize.py").write_text("")
+        (tmp_path / "sitecustomize.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(jaxtune.__file__).parents[1])])}
+    done = subprocess.run([sys.executable, "-c", _OF_COMMAND], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["True", "True", str(hook), "True"], done.stderr
+
+
 def test_threads_look_for_functions_of_the_user_at_the_same_time(kept, monkeypatch):
     """While another one fills a table."""
     monkeypatch.setattr(step, "table", table := {}, raising=False)
@@ -508,3 +534,40 @@ def test_every_process_makes_the_same_digests():
         for seed in ("1", "2")
     }
     assert len(digests) == 1
+
+
+# ---- executables that are loaded ahead
+
+_ASK = """
+import sys
+from jaxtune.system import timing
+timing._SHOWN = 0
+from jaxtune import cli
+cli.process(["generate"])
+"""
+
+
+def test_a_command_loads_ahead_what_it_needed_the_last_time(tmp_path):
+    """And does without what is gone, damaged, or not a program."""
+    base = Path(jaxtune.__file__).parent / "quickstart" / "base"
+    environment = os.environ | {"PYTHONPATH": str(base.parents[2]), "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+
+    def answered() -> tuple[str, set[str]]:
+        """(The answer, how programs were made, by the table.)"""
+        command = [sys.executable, "-c", _ASK, str(base), "--prompt", "2 + 3?", "--max-new-tokens", "2", "--timing"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+        assert done.returncode == 0, done.stderr
+        table = done.stderr.partition("main thread")[2]
+        return done.stdout, {word for word in ("ahead", "compiling") if word in table}
+
+    first, how = answered()
+    assert how == {"compiling"}
+    for _ in range(2):
+        assert answered() == (first, {"ahead"})
+    (record,) = tmp_path.glob("ahead-*")
+    (executable, *_) = tmp_path.glob("jit_prefill-*")
+    executable.write_bytes(executable.read_bytes()[:-1])
+    assert answered()[0] == first
+    record.write_bytes(b"[1, 2")
+    assert answered()[0] == first
+    assert answered() == (first, {"ahead"})

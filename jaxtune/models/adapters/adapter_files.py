@@ -11,6 +11,7 @@ metadata, because PEFT would warn of unknown keys in the config.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -20,12 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import safe_open
 
-from jaxtune.models import values
+from jaxtune.models import initial, values
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import (
     CONFIG_NAME,
@@ -45,7 +45,6 @@ from jaxtune.models.heads import Head, head_of_task
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import (
     experts,
-    freeze,
     get_peft_model,
     linears,
     matrices,
@@ -209,18 +208,18 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     Raises ValueError for damaged or pickled files, an unsupported PEFT feature, targets that match nothing, tensors
     that do not fit or are not finite, another base by its digest, or a model with an adapter.
     """
-    return _moved(adapter_on_host(model, path), jnp.asarray)
+    return _moved(adapter_on_host(model, path), jax.device_put)
 
 
 def to_host(model: Decoder) -> Decoder:
     """Moves an adapter's tensors to host memory, in place, as numpy arrays."""
-    return _moved(model, np.asarray)
+    return _moved(model, functools.partial(jax.tree.map, np.asarray))
 
 
-def _moved(model: Decoder, move: Callable[[jax.Array | np.ndarray], object]) -> Decoder:
-    for tensor in adapter_tensors(model).values():
-        variable = _variable(tensor)
-        variable.set_value(move(variable.get_value()))
+def _moved(model: Decoder, move: Callable[[list], list]) -> Decoder:
+    variables = [_variable(tensor) for tensor in adapter_tensors(model).values()]
+    for variable, value in zip(variables, move([each.get_value() for each in variables]), strict=True):
+        variable.set_value(value)
     return model
 
 
@@ -238,11 +237,12 @@ class Ahead:
         self._is_own_head = base.config.head.is_text and not adapter_head(self._path).is_text
         self.shapes = adapter_on_host(base, path, is_known=False)
         self._arrays = {key: _variable(tensor).get_value() for key, tensor in adapter_tensors(self.shapes).items()}
-        _moved(self.shapes, lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype))
+        _moved(self.shapes, lambda arrays: [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays])
 
     def over(self, base: Decoder) -> Decoder:
         """load_adapter over the base, whose form is that of the shapes unless it is partly on the host."""
-        leaves = jax.tree.leaves(nnx.state(base))
+        state = nnx.state(base)
+        leaves = jax.tree.leaves(state)
         if self._is_own_head or any(not isinstance(leaf, jax.Array) or is_on_host(leaf) for leaf in leaves):
             return load_adapter(base, self._path)
         with safe_open(self._path / WEIGHTS_NAME, framework="numpy") as file:
@@ -250,9 +250,10 @@ class Ahead:
         _note_difference(self._path, base)
         adapted = self.shapes
         adapted.base_digest, adapted.base_fingerprint = base.base_digest, base.base_fingerprint
-        _share_base(base, adapted)
+        _share_base(state, adapted)
+        arrays = jax.device_put(self._arrays)
         for key, tensor in adapter_tensors(adapted).items():
-            _variable(tensor).set_value(jnp.asarray(self._arrays[key]))
+            _variable(tensor).set_value(arrays[key])
         return adapted
 
 
@@ -334,16 +335,12 @@ def adapter_on_host(model: Decoder, path: str | os.PathLike, is_known: bool = Tr
         rank_pattern=patterns("rank_pattern"),
         alpha_pattern=patterns("alpha_pattern"),
     )
-    # Shapes first, so that no adapter is allocated with a rank that the file does not have.
-    if is_known:
-        adapted = nnx.eval_shape(lambda: get_peft_model(model, **settings))
-    else:
-        adapted = nnx.eval_shape(lambda base: get_peft_model(base, **settings), model)
+    with initial.as_shapes():  # so that no adapter is allocated with a rank that the file does not have
+        adapted = get_peft_model(model, **settings)
     variables = adapter_tensors(adapted)
     _check_tied(folder, model, arrays)
     arrays = _current_experts(folder, config, variables, arrays)
     _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
-    _share_base(model, adapted)
     for key, variable in variables.items():
         variable.set_value(np.asarray(arrays[key], np.float32))
     if over is not None and over.qat is not None:
@@ -351,9 +348,9 @@ def adapter_on_host(model: Decoder, path: str | os.PathLike, is_known: bool = Tr
     return with_end_token_ids(adapted, () if over is None else over.eos_token_ids)
 
 
-def _share_base(model: Decoder, adapted: Decoder) -> None:
-    """Sets the base arrays of `adapted`, whose variables have only shapes, to the model's, in place."""
-    base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
+def _share_base(state: nnx.State, adapted: Decoder) -> None:
+    """Sets the base arrays of `adapted`, whose variables have only shapes, to those of a base's state, in place."""
+    base = dict(nnx.to_flat_state(state))
     for path, variable in nnx.to_flat_state(nnx.state(adapted)):
         if isinstance(variable, Frozen):
             path = (*path[:-1], "weight") if path[-1] == "original" else path

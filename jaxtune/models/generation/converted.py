@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.structure import Structure, structure_of
+from jaxtune.models.generation.structure import Structure, shaped, structure_of
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, frozen
@@ -75,7 +75,7 @@ def convertible_of(
     prefill_tokens: the most that one program prefills, which decides the buffers.
     most: the most layers that are converted; None: all.
     """
-    return Convertible.of(structure.model(shapes), prefill_tokens, most)
+    return Convertible.of(shaped(structure, shapes), prefill_tokens, most)
 
 
 def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
@@ -116,7 +116,7 @@ def picture_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...]
 
     structure, shapes: as of `convertible_of`.
     """
-    model = structure.model(shapes)
+    model = shaped(structure, shapes)
     if (tower := model.vision) is None:
         return 0
     config, itemsize = tower.config, jnp.dtype(model.dtype).itemsize

@@ -17,7 +17,7 @@ from jaxtune.models.generation.prefixes import BLOCK, Prefixes, block_keys, whic
 from jaxtune.models.generation.ready import Blocks, Extend, Grow, Insert, Look, Pack, Prefill, Ready, Size
 from jaxtune.models.generation.requests import Request
 from jaxtune.models.generation.slot_plan import length_bucket, next_power
-from jaxtune.models.generation.structure import Structure
+from jaxtune.models.generation.structure import Structure, shaped
 from jaxtune.models.layers.attention import Attention
 
 _SMALLEST = 16  # prompts are padded to at least this many tokens
@@ -119,7 +119,7 @@ class Prefills:
         self._exact: dict[tuple[int, int], tuple[int, int]] = {}  # results of _chosen that no later program changes
         self.use(structure, shapes, gated)
         self._chunk, self._at_once, self._ready = chunk, at_once, ready
-        layers = structure.model(shapes).layers
+        layers = shaped(structure, tuple(shapes)).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
         alone = not any(layer.takes or layer.gives for layer in layers)
         self._devices = devices

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtune.models.generation.layer_steps import States
 from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
-from jaxtune.models.generation.structure import Structure
+from jaxtune.models.generation.structure import Structure, shaped
 from jaxtune.models.programs.kept import Call, Function
 
 BLOCK = 512  # tokens of a block, and of a prompt's piece
@@ -153,7 +153,7 @@ class Prefixes:
 
 def which_are_caches(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], states: States) -> list[bool]:
     """For each array of the states of a model of these arrays, whether it is a cache (Mixer.has_cache)."""
-    layers = structure.model(shapes).layers
+    layers = shaped(structure, tuple(shapes)).layers
     has_cache = [{name: mixer.has_cache for name, mixer in layer.mixers.items()} for layer in layers]
     return jax.tree.leaves(jax.tree.map(lambda has, state: [has] * len(jax.tree.leaves(state)), has_cache, states))
 

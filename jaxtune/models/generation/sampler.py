@@ -19,7 +19,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -68,7 +67,7 @@ from jaxtune.models.generation.slot_plan import (
     slot_bytes,
 )
 from jaxtune.models.generation.slot_rows import SlotRows
-from jaxtune.models.placement.streams import arriving_bytes
+from jaxtune.models.placement.streams import arriving_bytes, is_on_host
 from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, processes, timing, waiting
 
@@ -205,7 +204,7 @@ class Sampler:
             self._require_whole("compiles_beside", compiles_beside)
             self._require_whole("exact", exact)
             prefix_bytes = None
-        arriving = arriving_bytes(model.layers)
+        arriving = arriving_bytes(model.layers) if any(map(is_on_host, self._model.weights.leaves)) else 0.0
         room = self._room(memory_share, free_bytes, arriving)
         weights, convertible = self._model.weights, None
         if not deterministic and not exact and not arriving and self._division is None:
@@ -223,7 +222,7 @@ class Sampler:
             programs, count, self.config.vocab_size, self._tower is not None, compiles_beside, self._division
         )
         self._caches = Caches(programs, self._model, count, self._division)
-        array = weights.leaves[0] if weights.are_arrays else jnp.zeros(())
+        array = weights.leaves[0] if weights.are_arrays else jax.device_put(np.zeros(()))
         where = jax.sharding.SingleDeviceSharding(min(array.devices(), key=lambda device: device.id))
         of_model = programs, weights.structure, weights.shapes
         self._ready = Ready(Shapes(*of_model, weights.gated, where, self._rows.host, self._tower), compiles_beside)

@@ -35,13 +35,13 @@ from jaxtune.models.generation.sampling import (
     penalised,
     uniform_of,
 )
-from jaxtune.models.generation.structure import Structure
+from jaxtune.models.generation.structure import Structure, shaped
 from jaxtune.models.generation.xla_options import prompt_options, sampler_options
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.placement import gathers, partition
 from jaxtune.models.placement.streams import Arrivals, with_arrived
-from jaxtune.models.programs.kept import Function
+from jaxtune.models.programs.kept import Function, result_shapes
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.models.vision.pictures import Pictures
@@ -200,14 +200,15 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
 @functools.lru_cache(64)
 def _row_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], capacity: int) -> States:
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
-    return jax.eval_shape(functools.partial(prefill, structure, capacity), list(shapes), tokens, counts, counts)
+    with dispatch.unchecked():
+        return result_shapes(functools.partial(prefill, structure, capacity), list(shapes), tokens, counts, counts)
 
 
 def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], slots: int, capacity: int) -> bool:
     """Whether a decoding step reads of each cache what its row has, as decode_attention's kernels do, so that longer
     caches take no more time.
     """
-    model = structure.model(shapes)
+    model = shaped(structure, tuple(shapes))
     states = states_shape(structure, tuple(shapes), slots, capacity)
     with dispatch.unchecked():
         for layer, layer_states in zip(model.layers, states, strict=True):
@@ -226,9 +227,9 @@ def logits_shape(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], s
     def of_hidden(leaves, hidden):
         return _head_of_step(structure, leaves, slots)(hidden)[:, 0]
 
-    hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), structure.model(shapes).dtype)
+    hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), shaped(structure, tuple(shapes)).dtype)
     with dispatch.unchecked():
-        return jax.eval_shape(of_hidden, list(shapes), hidden)
+        return result_shapes(of_hidden, list(shapes), hidden)
 
 
 def prefill(

@@ -16,6 +16,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.lora import copy_structure, linears
 from jaxtune.models.placement.streams import is_on_host
+from jaxtune.models.programs.described import Digests
+from jaxtune.models.programs.kept import Function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,9 +30,23 @@ class Structure:
     treedef: Hashable  # the tree structure of nnx.state(model), by which the list of arrays becomes that state again
     config: DecoderConfig  # the model's config
 
+    @functools.cached_property
+    def digest(self) -> bytes:
+        return Digests().of((self.graph, self.treedef, self.config))
+
+    def described(self) -> tuple[bytes]:
+        """What tells a structure from others in a program's key, read once: it takes a tenth of a second."""
+        return (self.digest,)
+
     def model(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Decoder:
         """Builds the model from arrays or jax.ShapeDtypeStructs in the order of jax.tree.leaves(nnx.state(model))."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
+
+@functools.lru_cache(8)
+def shaped(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Decoder:
+    """The model of these shapes, one for all who only read it, as to put one together takes a while."""
+    return structure.model(shapes)
 
 
 @functools.lru_cache(32)
@@ -78,7 +94,8 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
     indices = [index for index in indices if leaves[index].dtype != model.dtype]
     sides = [leaves[index] for index in indices]
     shapes = any(isinstance(side, jax.ShapeDtypeStruct) for side in sides)
-    for index, value in zip(indices, (_cast_shapes if shapes else _cast)(sides, model.dtype), strict=True):
+    cast = (_cast_shapes if shapes else _cast)(model.dtype, sides) if sides else []
+    for index, value in zip(indices, cast, strict=True):
         leaves[index] = value
     return structure, leaves
 
@@ -103,11 +120,12 @@ def _rounded_sides(model: Decoder) -> list[nnx.Variable]:
     return [side for lora in loras for side in (lora.a, lora.b)]
 
 
-def _cast_shapes(shapes: list[jax.ShapeDtypeStruct], dtype: str) -> list[jax.ShapeDtypeStruct]:
+def _cast_shapes(dtype: str, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape.shape, dtype) for shape in shapes]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _cast(arrays: list[jax.Array], dtype: str) -> list[jax.Array]:
-    """One program for all arrays."""
+def _all_cast(dtype: str, arrays: list[jax.Array]) -> list[jax.Array]:
     return [array.astype(dtype) for array in arrays]
+
+
+_cast = Function(_all_cast, 1)  # one program for all arrays

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE, WIDE_ATTENTION_TIME
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
@@ -100,7 +101,7 @@ class Attention(nnx.Module):
             raise ValueError("takes_keys: such an attention has no fused qkv_proj, and gives no keys away")
         self.config = config
         self.gives_keys, self.takes_keys = gives_keys, takes_keys
-        keys = jax.random.split(key, 4)
+        keys = initial.split(key, 4)
         hidden, std = config.hidden_size, config.initializer_range
 
         def linear(k, in_size, out_size, bias):
@@ -116,7 +117,7 @@ class Attention(nnx.Module):
             if not self.takes and not config.values_are_keys:
                 self.v_proj = linear(keys[2], hidden, config.kv_size, config.qkv_bias)
         self.o_proj = linear(keys[3], config.query_size, hidden, config.out_bias)
-        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.attention_sinks else None
+        self.sinks = nnx.Param(initial.full((config.num_heads,), 0, dtype)) if config.attention_sinks else None
         if config.qk_norm:
             over_projection = config.qk_norm == "projection"
             sizes = (config.query_size, config.kv_size) if over_projection else (config.head_dim, config.head_dim)

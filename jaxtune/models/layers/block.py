@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.experts import MoE
@@ -60,7 +61,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):
         self.stages, self.residual_scale = spec.stages, config.residual_scale
         usual = {"mixer": Attention, "mlp": MLP if config.moe is None else MoE}
-        keys = jax.random.split(key, len(spec.parts))
+        keys = initial.split(key, len(spec.parts))
 
         def add_norm(name: str, present: bool) -> None:
             setattr(self, name, norm_of(config, config.hidden_size, dtype) if present else None)
@@ -73,7 +74,7 @@ class Block(nnx.Module):
         for stage in spec.stages:
             if stage.post_norm:
                 add_norm(f"{stage.parts[0].name}_sum_norm", True)
-        self.layer_scalar = NeverTrained(jnp.ones((1,), dtype)) if spec.output_scale else None
+        self.layer_scalar = NeverTrained(initial.full((1,), 1, dtype)) if spec.output_scale else None
 
     @property
     def parts(self) -> dict[str, Any]:

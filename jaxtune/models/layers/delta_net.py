@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models import values
+from jaxtune.models import initial, values
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import DELTA_NET_BYTES, DELTA_RULE_TIME
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
@@ -97,7 +97,7 @@ class Convolution(nnx.Module):
     """The weight [channels, 1, taps] of the depthwise short convolution, under the name of Hugging Face's conv1d."""
 
     def __init__(self, channels: int, taps: int, std: float, key: jax.Array, dtype):
-        self.weight = nnx.Param((jax.random.normal(key, (channels, 1, taps), jnp.float32) * std).astype(dtype))
+        self.weight = nnx.Param(initial.normal(key, (channels, 1, taps), std, dtype))
 
 
 class DeltaNet(nnx.Module):
@@ -110,7 +110,7 @@ class DeltaNet(nnx.Module):
 
     def __init__(self, shape: DeltaNetShape, config: DecoderConfig, key: jax.Array, dtype):
         self.shape = shape
-        keys = jax.random.split(key, 7)
+        keys = initial.split(key, 7)
         hidden, std = config.hidden_size, config.initializer_range
         mixed = 2 * shape.key_size + shape.value_size
 
@@ -126,9 +126,12 @@ class DeltaNet(nnx.Module):
             self.in_proj_b = linear(keys[2], hidden, shape.heads)
             self.in_proj_a = linear(keys[3], hidden, shape.heads)
         self.conv1d = Convolution(mixed, shape.taps, std, keys[4], dtype)
-        speed = jax.random.uniform(keys[5], (shape.heads,), jnp.float32, 0.01, 16)
-        self.A_log = nnx.Param(jnp.log(speed).astype(dtype))
-        self.dt_bias = nnx.Param(jnp.ones((shape.heads,), dtype))
+
+        def decays() -> jax.Array:
+            return jnp.log(jax.random.uniform(keys[5], (shape.heads,), jnp.float32, 0.01, 16)).astype(dtype)
+
+        self.A_log = nnx.Param(initial.drawn(decays, (shape.heads,), dtype))
+        self.dt_bias = nnx.Param(initial.full((shape.heads,), 1, dtype))
         self.norm = RMSNorm(shape.value_dim, config.norm_eps, dtype=dtype)
         self.out_proj = linear(keys[6], shape.value_size, hidden)
 

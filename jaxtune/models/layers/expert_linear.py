@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models import initial
 from jaxtune.models.linear import merged_weight
 from jaxtune.models.qat.fake_quant import FakeQuant
 from jaxtune.models.qat.qat_gradients import gradients_of, straight_through, unclipped_gradients
@@ -44,8 +45,10 @@ class ExpertLora(nnx.Module):
     ):
         # PEFT draws all experts' A as one matrix [E r, in]: uniform in +-1 / sqrt(in), as for a linear.
         bound = 1.0 / math.sqrt(in_size)
-        self.a = nnx.Param(jax.random.uniform(key, (experts, rank, in_size), jnp.float32, -bound, bound))
-        self.b = nnx.Param(jnp.zeros((experts, out_size, rank), jnp.float32))
+        shape = (experts, rank, in_size)
+        a = initial.drawn(lambda: jax.random.uniform(key, shape, jnp.float32, -bound, bound), shape, jnp.float32)
+        self.a = nnx.Param(a)
+        self.b = nnx.Param(initial.full((experts, out_size, rank), 0, jnp.float32))
         self.alpha = alpha
         self.rslora = rslora
 
@@ -130,10 +133,8 @@ class ExpertLinear(nnx.Module):
     ):
         shape = (experts, in_size, out_size) if transposed else (experts, out_size, in_size)
         axes = ("experts", "in", "out") if transposed else ("experts", "out", "in")
-        self.weight: nnx.Variable = nnx.Param(
-            (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype), axes=axes
-        )
-        self.bias = nnx.Param(jnp.zeros((experts, out_size), dtype)) if bias else None
+        self.weight: nnx.Variable = nnx.Param(initial.normal(key, shape, std, dtype), axes=axes)
+        self.bias = nnx.Param(initial.full((experts, out_size), 0, dtype)) if bias else None
         self.lora: ExpertLora | None = nnx.data(None)  # an ExpertLora, once the model has adapters
         self.fake_quant: FakeQuant | None = None
         self.transposed = transposed

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.fitted import EXPERTS_BYTES
 from jaxtune.models.layers.expert_linear import ExpertLinear
@@ -51,7 +52,7 @@ class Experts(nnx.Module):
     """The matrices of all experts of a layer, gate_up_proj (gate and up in one) and down_proj."""
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
-        keys = jax.random.split(key)
+        keys = initial.split(key)
         options: dict[str, Any] = dict(
             transposed=moe.transposed, bias=moe.expert_bias, std=config.initializer_range, dtype=dtype
         )
@@ -139,11 +140,11 @@ class MoE(nnx.Module):
         assert config.moe is not None
         self.config = config
         self.moe = config.moe
-        keys = jax.random.split(key)
+        keys = initial.split(key)
         self.router = (ScaledRouter if self.moe.scaled_router else Router)(config, self.moe, keys[0], dtype)
         self.experts = Experts(config, self.moe, keys[1], dtype)
         if self.moe.shared_size is not None:
-            keys = jax.random.split(jax.random.fold_in(key, 0))
+            keys = initial.split(initial.folded(key, 0))
             wide = dataclasses.replace(config, intermediate_size=self.moe.shared_size)
             self.shared_expert = MLP(wide, keys[0], dtype)
             std = config.initializer_range

@@ -8,6 +8,7 @@ import functools
 import jax
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import MLP_BYTES, MLPBytes
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
@@ -39,7 +40,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         self.config = config
-        keys = jax.random.split(key, 3)
+        keys = initial.split(key, 3)
         hidden, inner = config.hidden_size, config.intermediate_size
 
         def linear(k, in_size, out_size):

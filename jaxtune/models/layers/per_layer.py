@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear
@@ -45,7 +46,7 @@ class PerLayerGate(nnx.Module):
 
     def __init__(self, config: DecoderConfig, size: int, key: jax.Array, dtype):
         self.activation, self.size = config.activation, size
-        first, second = jax.random.split(key)
+        first, second = initial.split(key)
         std, hidden = config.initializer_range, config.hidden_size
         self.per_layer_input_gate = Linear(hidden, size, bias=False, std=std, key=first, dtype=dtype)
         self.per_layer_projection = Linear(size, hidden, bias=False, std=std, key=second, dtype=dtype)
@@ -98,11 +99,9 @@ class PerLayerInputs(nnx.Module):
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         assert config.per_layer_size is not None
         self.size, self.layers, std = config.per_layer_size, config.num_layers, config.initializer_range
-        first, second = jax.random.split(key)
+        first, second = initial.split(key)
         shape = (config.per_layer_vocab_size, self.layers * self.size)
-        self.weight: nnx.Variable = nnx.Param(
-            (jax.random.normal(first, shape, jnp.float32) * std).astype(dtype), axes=("vocab", "hidden")
-        )
+        self.weight: nnx.Variable = nnx.Param(initial.normal(first, shape, std, dtype), axes=("vocab", "hidden"))
         self.projection = Linear(config.hidden_size, shape[1], bias=False, std=std, key=second, dtype=dtype)
         # Without logical axes, because no device divides a matrix that is used outside of the stack.
         self.projection.weight = nnx.Param(self.projection.weight.get_value())

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear
@@ -31,7 +32,7 @@ class PlainMLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         self.activation = config.activation
-        keys, hidden, inner = jax.random.split(key, 2), config.hidden_size, config.intermediate_size
+        keys, hidden, inner = initial.split(key, 2), config.hidden_size, config.intermediate_size
 
         def linear(k, in_size, out_size):
             return Linear(in_size, out_size, bias=config.mlp_bias, std=config.initializer_range, key=k, dtype=dtype)

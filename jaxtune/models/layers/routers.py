@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.linear import Linear
 from jaxtune.pallas import one_order
@@ -22,8 +23,8 @@ class Router(nnx.Module):
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         shape = (moe.num_experts, config.hidden_size)
         self.renormalize = moe.renormalize
-        self.weight = nnx.Param((jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype))
-        self.bias = nnx.Param(jnp.zeros((moe.num_experts,), dtype)) if moe.router_bias else None
+        self.weight = nnx.Param(initial.normal(key, shape, config.initializer_range, dtype))
+        self.bias = nnx.Param(initial.full((moe.num_experts,), 0, dtype)) if moe.router_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> logits float32[T, E]; the product is in x's dtype or `compute`, with sums in float32."""
@@ -59,8 +60,8 @@ class ScaledRouter(nnx.Module):
         size, std = (config.hidden_size, moe.num_experts), config.initializer_range
         self.proj = Linear(*size, bias=False, std=std, key=key, dtype=dtype)
         self.proj.quantizable = False
-        self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype))
-        self.per_expert_scale = nnx.Param(jnp.ones((moe.num_experts,), dtype))
+        self.scale = nnx.Param(initial.full((config.hidden_size,), 1, dtype))
+        self.per_expert_scale = nnx.Param(initial.full((moe.num_experts,), 1, dtype))
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """x [B, T, hidden] -> logits [B, T, E] in x's dtype."""

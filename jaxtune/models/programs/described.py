@@ -18,13 +18,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtune.system import private_jax
+from jaxtune.system import invocation, private_jax
 
 # Packages whose code a key has by its versions or sources.
 PACKAGES = frozenset({"jaxtune", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"})
 _STANDARD = frozenset({"builtins", "collections", "functools", "math", "operator", "types", "typing"})
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...)})
-_BY_VALUE = frozenset({jax.tree_util.PyTreeDef, NamedSharding})  # equal layers have equal ones, which are read once
+# Equal layers have equal ones, which are read once.
+_BY_VALUE = frozenset({jax.tree_util.PyTreeDef, jax.ShapeDtypeStruct, NamedSharding, SingleDeviceSharding})
 _LONG = 64  # bytes
 _INNER = ("func", "__func__", "fget", "__wrapped__")  # attributes with what a partial, method, property or wrapper runs
 _WRAPPERS = 16  # around a function; more are no wrappers
@@ -113,8 +114,11 @@ class _Known:  # never instantiated; a dictionary of the module would be looked 
 
 def replaced(package: str) -> str | None:
     """Where a module, class or table of a package holds a function of the user's, whose code no digest tells; None:
-    nowhere. The first look takes a fifth of a second for jax, later ones a tenth of that.
+    nowhere. The first look takes a fifth of a second for jax, later ones a tenth of that, and none in a command that
+    has imported no code of the user's.
     """
+    if not _has_code_of_user():
+        return None
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != package:
             continue
@@ -132,6 +136,24 @@ def replaced(package: str) -> str | None:
                     return f"{name}.{label}"
                 _Known.safe[key] = held, codes
     return None
+
+
+def _has_code_of_user() -> bool:
+    """Whether this process may have run a module that is neither installed nor jaxtune's, such as rewards."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or ""
+    by_name = spec is not None and _top(spec.name) == "jaxtune"
+    if not invocation.is_command() or not (by_name or Path(file).parent == Path(sys.executable).parent):
+        return True
+    tops = {_top(name) for name in list(sys.modules)} - PACKAGES - {"__main__"}
+    return not all(map(_is_of_others, tops))
+
+
+@functools.cache
+def _is_of_others(top: str) -> bool:
+    """Whether a module is installed, or came from no file, and is not where Python lets its users change others."""
+    hooks = {"sitecustomize", "usercustomize"}
+    return top not in hooks and (getattr(sys.modules.get(top), "__file__", None) is None or _is_installed(top))
 
 
 @functools.cache
@@ -176,7 +198,8 @@ def _is_installed(top: str) -> bool:
     if top in sys.stdlib_module_names or file is None:
         return top in sys.stdlib_module_names
     path = Path(file)
-    if Path(jax.__file__).parents[1] in path.parents or {"site-packages", "dist-packages"} & set(path.parts):
+    libraries = {Path(module.__file__ or "").parents[level] for module, level in ((jax, 1), (enum, 0))}
+    if libraries & set(path.parents) or {"site-packages", "dist-packages"} & set(path.parts):
         return True
     folder = path.parents[1] if path.stem == "__init__" else path.parent
     return any(folder.glob("*.dist-info"))  # of pip install --target

@@ -36,12 +36,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.placement import partition
-from jaxtune.models.programs import described
+from jaxtune.models.programs import ahead, described
 from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
 from jaxtune.system import processes, timing, waiting
 from jaxtune.system.heap import uncollected
-from jaxtune.system.private_jax import compilation_cache, config, core, pxla, xla_client
+from jaxtune.system.private_jax import config, core, pxla, xla_client
 from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources, sources_are_loaded
 
 logger = logging.getLogger(__name__)
@@ -136,9 +136,11 @@ def _built(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.
         digests = described.Digests()
         keys = [None if cache is None else request.key(digests) for request in requests]
     done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache))
-    for request, key, made in zip(requests, keys, done, strict=True):
-        if isinstance(made, _Fresh) and key is not None and cache is not None:
-            _keep(request, key, made, cache)
+    if cache is not None:
+        for request, key, made in zip(requests, keys, done, strict=True):
+            if isinstance(made, _Fresh) and key is not None:
+                _keep(request, key, made, cache)
+        ahead.note([key for key in keys if key is not None], cache)
     return done
 
 
@@ -368,6 +370,38 @@ def _of_array(leaf: _Leaf, device) -> tuple[bool, str | None]:
     return getattr(leaf, "weak_type", False), where.memory_kind
 
 
+def result_shapes(function: Callable, *arguments):
+    """jax.eval_shape on shapes, whose result is kept: tracing a deep model takes tenths of a second."""
+    cache = None if dispatch.any_failed() else cache_of_programs()
+    if cache is None or (key := _shapes_key(function, arguments)) is None:
+        return jax.eval_shape(function, *arguments)
+    structures = [jax.tree.structure(argument) for argument in arguments]
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        if (content := cache.get(key)) is not None:
+            entry = json.loads(content)
+            leaves = [
+                jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak) for shape, dtype, weak in entry["results"]
+            ]
+            return jax.tree.unflatten(jax.tree.structure(_nested(entry["outline"], structures)), leaves)
+    shapes = jax.eval_shape(function, *arguments)
+    leaves, structure = jax.tree.flatten(shapes)
+    with contextlib.suppress(described.Undescribed, OSError):
+        outline = _outline(jax.tree.unflatten(structure, range(len(leaves))), structures)
+        results = [(leaf.shape, str(leaf.dtype), leaf.weak_type) for leaf in leaves]
+        cache.put(key, json.dumps({"results": results, "outline": outline}).encode())
+    return shapes
+
+
+def _shapes_key(function: Callable, arguments: tuple) -> str | None:
+    leaves, structure = jax.tree.flatten(arguments)
+    surroundings = config.trace_context(), _surroundings(jax.local_devices()[:1])
+    try:
+        return f"shapes-{described.Digests().of((_FORMAT, function, leaves, structure, surroundings)).hex()}"
+    except described.Undescribed as error:
+        logger.info("%s is traced at every start, as a key cannot tell of %s", function, error)
+        return None
+
+
 # ---- keeping and loading
 
 
@@ -405,30 +439,23 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
     if (content := cache.get(key)) is None:
         return None
     try:
-        entry = json.loads(content)
-        compressed = cache.get(entry["executable"])
-        if compressed is None or not dispatch.have_passed(entry["checks"]):
+        executable = ahead.take(key, request.devices)
+        if executable is None:
+            executable = ahead.load(json.loads(content), cache, request.devices)
+        if executable is None or not dispatch.have_passed(executable.entry["checks"]):
             return None
-        device = _local(request.devices)
-        with ThreadPoolExecutor(8, "kernels") as pool:
-            kernels = [{name: _of_json(value) for name, value in kernel.items()} for kernel in entry["kernels"]]
-            gpu_kernel.compile_beside(kernels, device, pool)
-            serialized, _ = compilation_cache.extract_executable_and_time(
-                compilation_cache.decompress_executable(compressed)
-            )
-            devices = xla_client.DeviceList(request.devices)
-            executable = device.client.deserialize_executable(serialized, devices)
         with request.context():
-            program = _program(request, entry, executable, devices)
-        dispatch.say_again(entry["said"])
+            program = _program(request, executable)
+        dispatch.say_again(executable.entry["said"])
     except Exception as error:  # of JSON, of JAX, of XLA or of a compressor: whatever it is, the program can be made
         logger.warning("a kept program is not used: %s: %s; compiling it anew", type(error).__name__, error)
         return None
     return program
 
 
-def _program(request: Request, entry: Mapping, executable, devices) -> jax.stages.Compiled:
+def _program(request: Request, loaded: ahead.Executable) -> jax.stages.Compiled:
     """What jax.stages.Lowered.compile makes of an executable."""
+    entry, executable, devices = loaded
     leaves, structure = jax.tree.flatten((request.arguments, {}))
     avals: list = [core.shaped_abstractify(leaf) for leaf in leaves]
     kept = set(entry["kept"])
@@ -506,10 +533,6 @@ def _nested(outline, arguments: Sequence):
 
 def _to_json(value: bytes | int | bool) -> object:
     return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-
-
-def _of_json(value) -> bytes | int | bool:
-    return base64.b64decode(value["base64"]) if isinstance(value, dict) else value
 
 
 # ---- what decides programs beside their functions

@@ -6,13 +6,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
-    SCALAR,
     ir_add,
     ir_address,
     ir_chunk,
@@ -26,7 +22,9 @@ from jaxtune.pallas.lanes import (
     ir_thread,
     ir_vector,
     ir_words,
+    scalar,
 )
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu, utils
 from jaxtune.system.private_mlir import arith, ir, llvm
 
 
@@ -147,7 +145,7 @@ def store_chunk(array, ref, number, layout):
       ref: in global memory, any length that is whole chunks.
     """
 
-    @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(layout, scalar(), plgpu.RefType()))
     def store(_, array, number, ref):
         element = ir.MemRefType(ref.type).element_type
         rows, columns = array.shape

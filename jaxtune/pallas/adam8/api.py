@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, meshes
 from jaxtune.pallas.adam8 import adam_lanes
@@ -30,6 +28,7 @@ from jaxtune.pallas.formats.blockwise8 import (
     in_blocks,
     upper_bounds,
 )
+from jaxtune.pallas.mosaic_modules import fragmented_array, plgpu
 
 _BLOCKS = 8  # blocks that a warpgroup works on at a time, two per warp
 _CHUNK = _BLOCKS * BLOCK
@@ -42,9 +41,11 @@ WARPGROUPS, _PROGRAMS = 6, 132
 _SHIFT = {True: 17, False: 16}
 _FIRST = {True: (127 - 22) << 6, False: (127 - 23) << 7}
 
-# Layout of [8, 256]: two blocks per warp and four neighbours per lane, so that each float32 write of a warp fills
-# sectors.
-_LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+def _layout():
+    """Of [8, 256]: two blocks per warp and four neighbours per lane, so that a warp's float32 writes fill sectors."""
+    tiling = fragmented_array.Tiling(((4, 128), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 @functools.cache
@@ -187,7 +188,8 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     *factors, changes = (factors_ref[i] for i in range(4))
     chunks = jnp.where(changes == 0, 0, chunks)
     (beta1, beta2), shape = betas, (_BLOCKS, BLOCK)
-    layouts = (_LAYOUT, _LAYOUT.reduce(1))
+    whole = _layout()
+    layouts = (whole, whole.reduce(1))
     own_slot = pl.ds(wg * _BLOCKS, _BLOCKS)
 
     def chunk_of(index):
@@ -204,13 +206,13 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 
     def factor(index):
         spread = jnp.broadcast_to(factors[index], shape)
-        return spread if interpreted else plgpu.layout_cast(spread, _LAYOUT)
+        return spread if interpreted else plgpu.layout_cast(spread, whole)
 
     def all_columns(values):
-        return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
+        return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), whole)
 
     def decoded(codes, absmax, moment):
-        entries = tables[moment][...][codes] if interpreted else adam_lanes.looked_up(codes, smem[moment], _LAYOUT)
+        entries = tables[moment][...][codes] if interpreted else adam_lanes.looked_up(codes, smem[moment], whole)
         return entries * all_columns(absmax)
 
     def encoded(x, moment):
@@ -221,16 +223,14 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
         scaled = x * all_columns(1.0 / jnp.where(absmax == 0, 1.0, absmax))
         if interpreted:
             return nearest_codes_in_jnp(scaled, tables[2 + moment][...], signed), absmax
-        return adam_lanes.nearest_codes(
-            scaled, smem[2 + moment], _SHIFT[signed], _FIRST[signed], signed, _LAYOUT
-        ), absmax
+        return adam_lanes.nearest_codes(scaled, smem[2 + moment], _SHIFT[signed], _FIRST[signed], signed, whole), absmax
 
     def update_chunk(index, _):
         if not interpreted:
             lanes.wait_for_chunk(full_smem, wg, index & 1)
         g, m, m_max, v, v_max = (
             plgpu.load(slot.at[own_slot], layout=layout, optimized=False)
-            for slot, layout in zip(slots, (_LAYOUT, *layouts, *layouts), strict=True)
+            for slot, layout in zip(slots, (whole, *layouts, *layouts), strict=True)
         )
         if not interpreted:
             lanes.warpgroup_barrier()  # all have read the slot
@@ -244,8 +244,8 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
             direction = m * factor(0) / (jnp.sqrt(v) * factor(1) + eps)
             direction_ref[pl.ds(chunk * _CHUNK, _CHUNK)] = direction.reshape(_CHUNK)
         else:
-            direction = adam_lanes.direction(m, v, factor(0), factor(1), eps, _LAYOUT)
-            adam_lanes.store_chunk(direction, direction_ref, chunk, _LAYOUT)
+            direction = adam_lanes.direction(m, v, factor(0), factor(1), eps, whole)
+            adam_lanes.store_chunk(direction, direction_ref, chunk, whole)
         for ref, values in zip(moments, (*encoded(m, 0), *encoded(v, 1)), strict=True):
             ref[pl.ds(chunk * _BLOCKS, _BLOCKS)] = values
 

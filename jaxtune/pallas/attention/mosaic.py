@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
 from jaxtune.pallas.attention import (
@@ -30,6 +29,7 @@ from jaxtune.pallas.attention import (
 from jaxtune.pallas.attention.layout import PackedLayout
 from jaxtune.pallas.attention.mosaic_parts import LOG2E, WARPGROUPS, Blocks
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
+from jaxtune.pallas.mosaic_modules import plgpu
 from jaxtune.pallas.mosaic_types import smem
 
 _PAD = 128  # rows are padded to a multiple of this

@@ -7,7 +7,6 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas.attention.mosaic_parts import (
     WARPGROUPS,
@@ -26,6 +25,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
     rows_of,
     within_range,
 )
+from jaxtune.pallas.mosaic_modules import plgpu
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, mask, between, issued, scale, soft_cap):

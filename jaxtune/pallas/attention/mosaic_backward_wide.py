@@ -11,7 +11,6 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas.attention.mosaic_backward import bring_queries, masked_keys
 from jaxtune.pallas.attention.mosaic_parts import (
@@ -23,6 +22,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
     constant,
     products,
 )
+from jaxtune.pallas.mosaic_modules import plgpu
 
 
 def wide_key_kernel(

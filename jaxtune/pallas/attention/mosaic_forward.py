@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas.attention.mosaic_parts import (
     LOG2E,
@@ -21,6 +20,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
     products,
     rows_of,
 )
+from jaxtune.pallas.mosaic_modules import plgpu
 
 # The initial running maximum of scores. It is so far above MASKED that a masked score's weight is exactly 0, whatever
 # rounding a fused multiply-add leaves.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas.attention.mosaic_forward import Softmax
 from jaxtune.pallas.attention.mosaic_parts import (
@@ -28,6 +27,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
     drain,
     rows_of,
 )
+from jaxtune.pallas.mosaic_modules import plgpu
 
 HALF = 256  # columns of a result that one warpgroup accumulates
 PIECE = 128  # columns copied at a time of a block of which only scores, or gradients of weights, are computed

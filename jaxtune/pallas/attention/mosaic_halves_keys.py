@@ -9,7 +9,6 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas.attention.mosaic_backward import masked_keys
 from jaxtune.pallas.attention.mosaic_halves import (
@@ -34,6 +33,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
     constant,
     drain,
 )
+from jaxtune.pallas.mosaic_modules import plgpu
 
 
 def _bring_queries(items, group, width, copies):

@@ -16,7 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.mosaic_modules import plgpu
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas.mosaic_modules import plgpu
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
 CHUNK = 128 * _VECTOR  # elements of a warpgroup, which is a program

@@ -14,13 +14,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
-    SCALAR,
     ir_add,
     ir_address,
     ir_const,
@@ -32,7 +28,9 @@ from jaxtune.pallas.lanes import (
     ir_shift_right,
     ir_thread,
     ir_vector,
+    scalar,
 )
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu, utils
 from jaxtune.system.private_mlir import arith, ir, llvm
 
 _EVERY = 16  # distance between a lane's rows
@@ -55,7 +53,7 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
     layout = _layout(rows)
 
     @mosaic_types.inline_mgpu(
-        arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((8 * rows,), jnp.int32, layout)
+        arg_types=(scalar(), plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((8 * rows,), jnp.int32, layout)
     )
     def load(_, first, tokens_ref):
         start = ir_add(ir_scalar(first), ir_shift_right(ir_thread(), 3))
@@ -88,7 +86,7 @@ def start_copy(x_ref, tokens, target, first_column, transforms, interpreted: boo
         return
     column_tiles = columns // _COLUMNS
 
-    @mosaic_types.inline_mgpu(arg_types=(_layout(rows), SCALAR, plgpu.RefType(), plgpu.RefType(transforms)))
+    @mosaic_types.inline_mgpu(arg_types=(_layout(rows), scalar(), plgpu.RefType(), plgpu.RefType(transforms)))
     def copy(_, tokens, first_column, x_ref, target):
         count, width = ir.MemRefType(x_ref.type).shape
         first, piece = ir_shift_right(ir_thread(), 3), arith.andi(ir_thread(), ir_const(7))
@@ -158,7 +156,7 @@ def signal_arrival(barriers_ref, slot, interpreted: bool):
     if interpreted:
         return
 
-    @mosaic_types.inline_mgpu(arg_types=(SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(scalar(), plgpu.RefType()))
     def tell(_, slot, barriers_ref):
         barrier = _barrier(barriers_ref, ir_scalar(slot))
         utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, has_side_effects=True)
@@ -176,7 +174,7 @@ def wait(barriers_ref, slot, parity, interpreted: bool):
         plgpu.commit_smem()  # the fence below
         return
 
-    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
+    @mosaic_types.inline_mgpu(arg_types=(scalar(), scalar(), plgpu.RefType()))
     def wait(_, slot, parity, barriers_ref):
         utils.inline_ptx(
             "{ .reg .pred there; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 there, [$0], $1; "

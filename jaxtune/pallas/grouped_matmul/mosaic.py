@@ -18,18 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, mosaic_types, persistent, tuning
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
+from jaxtune.pallas.mosaic_modules import plgpu
 
 _WARPGROUPS = 2  # warpgroups that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
 _STEP = 64  # columns of a step along K: 128 bytes, a row of the swizzle
-_TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +209,9 @@ def _kernel(
             def copy(slot, x, w, step):
                 along = pl.ds(step * _STEP, _STEP)
                 if gathered and x is x_ref:
-                    gather.start_copy(x, tokens[0], x_smem.at[slot], step * _STEP, _TRANSFORMS, interpreted)
+                    gather.start_copy(
+                        x, tokens[0], x_smem.at[slot], step * _STEP, mosaic_types.tiled(jnp.bfloat16), interpreted
+                    )
                     plgpu.barrier_arrive(full.at[slot])
                 else:
                     plgpu.copy_gmem_to_smem(x.at[rows, along], x_smem.at[slot], full.at[slot])

@@ -19,10 +19,10 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import lanes
 from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.mosaic_modules import plgpu
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
 
 NOT_PROVED = (

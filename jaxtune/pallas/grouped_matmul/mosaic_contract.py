@@ -15,18 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, mosaic_types, persistent
 from jaxtune.pallas.grouped_matmul import gather, reference
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
+from jaxtune.pallas.mosaic_modules import plgpu
 
 _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma takes there
 # Columns of an item (the first that divide the wide side's are taken), and steps that are loaded ahead; two programs
 # fit a multiprocessor.
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
-_TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
 
 # A weight's gradient: the columns of an item, and the steps that are loaded ahead, by the bytes of a number of the
 # result, whose tile needs shared memory too.
@@ -91,7 +90,9 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *refs, programs: int, gathered: bool
                 plgpu.copy_gmem_to_smem(thin, thin_smem.at[slot], full.at[slot])
                 if gathered:
                     target = wide_smem.at[slot]
-                    gather.start_copy(wide_ref, tokens[0], target, block * columns, _TRANSFORMS, interpreted)
+                    gather.start_copy(
+                        wide_ref, tokens[0], target, block * columns, mosaic_types.tiled(jnp.bfloat16), interpreted
+                    )
                     plgpu.barrier_arrive(full.at[slot])
                     gather.signal_arrival(refs[0], slot, interpreted)
                 else:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
+from jaxtune.pallas.mosaic_modules import plgpu
 
 _RUNS = (1024, 512)  # numbers of a program: two 16-byte loads of each thread, or one
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, mosaic_types, persistent
+from jaxtune.pallas.mosaic_modules import plgpu
 
 _WARPGROUPS = 2  # warpgroups that compute
 _OWN = 64  # rows of each

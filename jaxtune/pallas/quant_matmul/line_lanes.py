@@ -9,13 +9,9 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
-    SCALAR,
     ir_add,
     ir_address,
     ir_const,
@@ -31,7 +27,9 @@ from jaxtune.pallas.lanes import (
     ir_thread,
     ir_vector,
     ir_words,
+    scalar,
 )
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu, utils
 from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
@@ -82,7 +80,7 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
         ),
     ]
 
-    @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)), return_type=results)
+    @mosaic_types.inline_mgpu(arg_types=(scalar(), scalar(), *(plgpu.RefType() for _ in refs)), return_type=results)
     def load(_, first_row, first_line, absmax_ref, *nested_ref):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
         line = arith.andi(ir_thread(), ir_const(3))
@@ -113,7 +111,7 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
     arrays = [array for array in share if array is not None]
     layouts = [plgpu.Layout.WG_STRIDED(array.shape, vector) for array, vector in zip(arrays, (4, 1), strict=False)]
     if offset is not None:
-        arrays, layouts = [*arrays, offset], [*layouts, SCALAR]
+        arrays, layouts = [*arrays, offset], [*layouts, scalar()]
 
     @mosaic_types.inline_mgpu(arg_types=(*layouts, plgpu.RefType(), plgpu.RefType()))
     def keep(_, absmax, *refs):
@@ -173,8 +171,8 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
             layout,
             plgpu.RefType(transforms),
             *(plgpu.RefType() for _ in range(2)),
-            SCALAR,
-            SCALAR,
+            scalar(),
+            scalar(),
             plgpu.RefType(),
         ),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout),
@@ -260,7 +258,7 @@ def keep_line_sums(acc, partial_smem, first):
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
-    @mosaic_types.inline_mgpu(arg_types=(layout, plgpu.RefType(), SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar()))
     def keep(_, acc, partial_smem, first):
         f32 = ir.F32Type.get()
         _, tokens, stride = ir.MemRefType(partial_smem.type).shape
@@ -290,7 +288,7 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
       partial_smem: of `keep_line_sums`. first_row: int32[].
     """
 
-    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), scalar(), scalar()))
     def store(_, partial_smem, totals_smem, out_ref, split, first_row):
         f32 = ir.F32Type.get()
         out_type = ir.MemRefType(out_ref.type)

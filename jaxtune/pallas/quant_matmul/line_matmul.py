@@ -18,16 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import lanes, mosaic_types
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.mosaic_modules import plgpu
 from jaxtune.pallas.quant_matmul import line_lanes
 
 LINE = 256  # elements whose codes are a line of memory
 _SPAN = 4  # lines whose scales are decoded at a time
 _WARPS = 4
-_TRANSFORMS = mosaic_types.tiled(jnp.uint8)
 _SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 
@@ -178,7 +177,9 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
         codes, x, scales = codes_smem.at[wg, slot_of(step)], x_smem.at[wg, slot_of(step)], scales_smem.at[wg]
         block = (lax.rem(step, jnp.int32(steps_of_span)) * tile.lines + line) * 4
         if not interpreted:
-            return line_lanes.line_product(acc, codes, x, scales, line, block, table_smem, _TRANSFORMS, dtype)
+            return line_lanes.line_product(
+                acc, codes, x, scales, line, block, table_smem, mosaic_types.tiled(jnp.uint8), dtype
+            )
         own_scales = scales[pl.ds(block, 4), pl.ds(0, rows)].T
         codes = codes[...].reshape(rows, tile.lines, LINE // 2)[:, line]
         return acc + _written_out_sums(codes, x[...][:, line], own_scales, pairs_ref[...], widths)
@@ -243,7 +244,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
     (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)
     lines = (
-        plgpu.SMEM((*ring, tile.rows, tile.lines * LINE // 2), jnp.uint8, transforms=_TRANSFORMS),
+        plgpu.SMEM((*ring, tile.rows, tile.lines * LINE // 2), jnp.uint8, transforms=mosaic_types.tiled(jnp.uint8)),
         plgpu.SMEM((*ring, tokens, tile.lines, LINE), x.dtype),
     )
     partial = (plgpu.SMEM((tile.warpgroups * _WARPS, tokens, tile.rows + 4), jnp.float32),)

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
+from jaxtune.pallas.mosaic_modules import fragmented_array, plgpu
 from jaxtune.pallas.quant_matmul import line_matmul, row_matmul, triton
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 from jaxtune.pallas.quant_matmul.reference import exact_product
@@ -168,7 +167,7 @@ class _Plan:
         every row a warp.
         """
         rows, own_bytes = 8 // self.runs, 64 * self.runs
-        tiling = Tiling(((rows, 4 * own_bytes), (rows, own_bytes), (16,)))
+        tiling = fragmented_array.Tiling(((rows, 4 * own_bytes), (rows, own_bytes), (16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 

@@ -10,26 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import lanes
 from jaxtune.pallas.formats import Stored, mxfp4
 from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.formats.nvfp4 import E4M3_VALUES, NVFP4
+from jaxtune.pallas.mosaic_modules import fragmented_array, plgpu
 from jaxtune.pallas.quant_matmul import scale_lanes
 
 _LINE = 512  # bytes of codes that a warpgroup takes at once, four per lane
 SMALLEST = 2 * _LINE  # numbers of a chunk of one line
 
-# Layout of [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup have number i of a line.
-_SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
-# Layout of MXFP4's [lines x 32] scales: lanes 4 i to 4 i + 3 have number i.
-_POWERS = plgpu.Layout.TILED(Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
-# Layout of NVFP4's [lines x 64] scales: lanes 2 i and 2 i + 1 have number i.
-_E4M3 = plgpu.Layout.TILED(Tiling(((64,), (16,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(2)), vector_dim=-1)
-_LAYOUTS = {"absmax": _SCALES, "powers": _POWERS, "bytes": _E4M3}
+# By how scales are stored: numbers of a line, and the lanes that have the same one.
+_SPREAD = {"absmax": (16, 8), "powers": (32, 4), "bytes": (64, 2)}
 
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
@@ -78,7 +72,10 @@ class Chunks:
     @property
     def scales_layout(self):
         """The register layout of a chunk's scales: each lane has those of its codes."""
-        return _LAYOUTS[self.scales]
+        numbers, lanes_of_each = _SPREAD[self.scales]
+        tiling = fragmented_array.Tiling(((numbers,), (numbers // 4,), (1,)))
+        lane_dims = (-2, fragmented_array.Replicated(lanes_of_each))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=lane_dims, vector_dim=-1)
 
     @property
     def low_first(self) -> bool:

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
-    SCALAR,
     ir_add,
     ir_address,
     ir_const,
@@ -32,13 +28,22 @@ from jaxtune.pallas.lanes import (
     ir_thread,
     ir_vector,
     ir_words,
+    scalar,
 )
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu, utils
 from jaxtune.system.private_mlir import arith, ir, llvm, nvvm
 
 SLICE = 1024  # elements of a row that a warp takes: 512 bytes of codes, 16 blocks
 _HALF = SLICE // 2
-_X = plgpu.Layout.WG_STRIDED((128 * 16,), 4)
-_ONE = plgpu.Layout.WG_STRIDED((128,), 1)
+
+
+def _x():
+    """The layout of a lane's elements of the token."""
+    return plgpu.Layout.WG_STRIDED((128 * 16,), 4)
+
+
+def _one():
+    return plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
@@ -66,7 +71,7 @@ def own_x(x_ref, wg, slices: int):
     """
 
     @mosaic_types.inline_mgpu(
-        arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _X)
+        arg_types=(scalar(), plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _x())
     )
     def load(_, wg, x_ref):
         slice_index = arith.remui(_warp(wg), ir_const(slices))
@@ -79,7 +84,7 @@ def own_x(x_ref, wg, slices: int):
         ]
         registers = np.empty((4,), object)
         registers[:] = [llvm.load(four, pointer) for pointer in pointers]
-        return mgpu.FragmentedArray(_registers=registers, _layout=_X.to_mgpu(), _is_signed=False)
+        return mgpu.FragmentedArray(_registers=registers, _layout=_x().to_mgpu(), _is_signed=False)
 
     return load(wg, x_ref)
 
@@ -92,7 +97,7 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
     """
 
     @mosaic_types.inline_mgpu(
-        arg_types=(SCALAR, SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128,), jnp.float32, _ONE)
+        arg_types=(scalar(), scalar(), plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128,), jnp.float32, _one())
     )
     def load(_, chunk, wg, nested_ref):
         blocks = pairs * 2 * slices * 16
@@ -101,7 +106,7 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
         number = arith.divui(ir_add(ir_mul(ir_scalar(chunk), blocks), block), ir_const(nested_block))
         registers = np.empty((1,), object)
         registers[0] = ir_vector([ir_load(nested_ref, number, ir.F32Type.get())])
-        return mgpu.FragmentedArray(_registers=registers, _layout=_ONE.to_mgpu(), _is_signed=None)
+        return mgpu.FragmentedArray(_registers=registers, _layout=_one().to_mgpu(), _is_signed=None)
 
     return load(chunk, wg, nested_ref)
 
@@ -121,11 +126,13 @@ def multiply(x, nested, offset, chunk_index, slot, wg, refs, *, pairs: int, slic
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]
-    types = [] if nested is None else [_ONE, SCALAR]
+    types = [] if nested is None else [_one(), scalar()]
     smem_refs = (codes, absmax, table, *maps, partial)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
 
-    @mosaic_types.inline_mgpu(arg_types=(_X, SCALAR, SCALAR, SCALAR, *types, *(plgpu.RefType() for _ in smem_refs)))
+    @mosaic_types.inline_mgpu(
+        arg_types=(_x(), scalar(), scalar(), scalar(), *types, *(plgpu.RefType() for _ in smem_refs))
+    )
     def run(_, x, position, slot, wg, *arrays):
         values, (codes, absmax, table, *maps, partial) = arrays[: len(types)], arrays[len(types) :]
         f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
@@ -211,7 +218,7 @@ def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: 
       wg: int32[], the warpgroup's number. pairs: of rows in a chunk.
     """
 
-    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
+    @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar(), scalar(), scalar(), scalar()))
     def store(_, partial_smem, out_ref, count, program, programs, wg):
         f32 = ir.F32Type.get()
         capacity, warps, _, _ = ir.MemRefType(partial_smem.type).shape

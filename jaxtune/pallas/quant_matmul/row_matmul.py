@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import lanes
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
+from jaxtune.pallas.mosaic_modules import plgpu
 from jaxtune.pallas.quant_matmul import line_lanes, row_lanes
 from jaxtune.pallas.quant_matmul.row_lanes import SLICE
 

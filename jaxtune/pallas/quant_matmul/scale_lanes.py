@@ -9,12 +9,10 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import mosaic_types
-from jaxtune.pallas.lanes import SCALAR, ir_const, ir_i32, ir_item, ir_load, ir_product, ir_scalar, ir_vector
+from jaxtune.pallas.lanes import ir_const, ir_i32, ir_item, ir_load, ir_product, ir_scalar, ir_vector, scalar
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu, utils
 from jaxtune.system.private_mlir import arith, ir
 
 
@@ -25,7 +23,7 @@ def table_scales(codes, factor, offset, map_ref, layout):
     """
 
     @mosaic_types.inline_mgpu(
-        arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
+        arg_types=(layout, scalar(), scalar(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
     )
     def scales(_, codes, factor, offset, map_ref):
@@ -47,7 +45,7 @@ def divided_scales(codes, divisor, map_ref, layout):
     """
 
     @mosaic_types.inline_mgpu(
-        arg_types=(layout, SCALAR, plgpu.RefType()),
+        arg_types=(layout, scalar(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
     )
     def scales(_, codes, divisor, map_ref):

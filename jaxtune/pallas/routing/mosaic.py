@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, persistent
+from jaxtune.pallas.mosaic_modules import plgpu
 
 _WIDTH = 64  # a row is copied as [hidden / 64, 64], because a TMA box has at most 256 elements along an axis
 _ROWS, _STAGES = 4, 3  # tokens that are copied at a time, and how many such copies are in flight

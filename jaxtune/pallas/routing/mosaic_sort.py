@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel
+from jaxtune.pallas.mosaic_modules import plgpu
 
 BLOCK = 128
 _EXPERTS = 64  # experts that are compared at a time
-_ALONG = plgpu.Layout.WGMMA
-_ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def refusal() -> str | None:
@@ -56,7 +54,7 @@ def _across(values, rows: int):
 
 def _number(rows: int, columns: int, axis: int):
     """int32[rows, columns]: each element's index along `axis`."""
-    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=_ALONG)
+    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=plgpu.Layout.WGMMA)
 
 
 def _histogram_kernel(expert_ref, out_ref):
@@ -64,7 +62,7 @@ def _histogram_kernel(expert_ref, out_ref):
     64].
     """
     block = lax.axis_index("block")
-    pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
+    pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     for first in range(0, out_ref.shape[1], _EXPERTS):
         member = _across(pairs, _EXPERTS) == _number(_EXPERTS, BLOCK, 0) + first
         out_ref[block, pl.ds(first, _EXPERTS)] = jnp.where(member, 1, 0).sum(1)
@@ -76,15 +74,19 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
     """
     block = lax.axis_index("block")
     block_slice = pl.ds(block * BLOCK, BLOCK)
-    pairs = plgpu.load(expert_ref.at[block_slice], layout=_ROWS, optimized=False)
+    pairs = plgpu.load(expert_ref.at[block_slice], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     terms = []
     for first in range(0, BLOCK, _EXPERTS):
-        compared = plgpu.load(expert_ref.at[pl.ds(block * BLOCK + first, _EXPERTS)], layout=_COLUMNS, optimized=False)
+        compared = plgpu.load(
+            expert_ref.at[pl.ds(block * BLOCK + first, _EXPERTS)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
         before = _number(BLOCK, _EXPERTS, 0) > _number(BLOCK, _EXPERTS, 1) + first
         same_expert = _down(pairs, _EXPERTS) == _across(compared, BLOCK)
         terms.append(jnp.where(same_expert & before, 1, 0).sum(1))
     for first in range(0, firsts_ref.shape[1], _EXPERTS):
-        rows = plgpu.load(firsts_ref.at[block, pl.ds(first, _EXPERTS)], layout=_COLUMNS, optimized=False)
+        rows = plgpu.load(
+            firsts_ref.at[block, pl.ds(first, _EXPERTS)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
         matches = _down(pairs, _EXPERTS) == _number(BLOCK, _EXPERTS, 1) + first
         terms.append(jnp.where(matches, _across(rows, BLOCK), 0).sum(1))
     out_ref[block_slice] = functools.reduce(operator.add, terms)

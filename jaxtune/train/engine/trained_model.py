@@ -88,13 +88,17 @@ class TrainedModel:
         if qat is not None:
             scales = saved_scales or {name: math.nan for name, _ in linears(model)}
             model = prepare_qat(model, qat.format, qat.group_size, qat.gradients, scales)
-        self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
+        self.qat = qat_spec(model)
         self._unobserved = self.qat is not None and self.qat.observes and not saved_scales
-        plain = copy_structure(model)
-        for _, matrix in matrices(plain):
-            matrix.fake_quant = None
-        self.plain_graph, self.trainable, self.scales, self.frozen = nnx.split(plain, nnx.Param, InputScale, ...)
-        self._graph_alone = nnx.graphdef(without_teacher(model))
+        self.graph, self.trainable, self.scales, self.frozen = nnx.split(model, nnx.Param, InputScale, ...)
+        self.plain_graph = self._graph_alone = self.graph
+        if qat is not None:
+            plain = copy_structure(model)
+            for _, matrix in matrices(plain):
+                matrix.fake_quant = None
+            self.plain_graph = nnx.graphdef(plain)
+        if model.teacher is not None:
+            self._graph_alone = nnx.graphdef(without_teacher(model))
         if self.qat is not None and not self.qat.represented_by(self.given.dtype):
             raise ValueError(
                 f"qat: precision = {precision.computes_in} rounds weights in {self.qat.dtype}, which a model loaded in "

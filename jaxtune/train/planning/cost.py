@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.components import stored_as
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder, abstract_decoder
@@ -369,15 +370,13 @@ def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
     """The model as shapes. Reads the config.json of a teacher."""
     base, precision = spec.base, spec.precision
 
-    def changed(model: Decoder) -> Decoder:
-        if base.load_in is not None or precision.components:
-            model = stored_as(model, precision.components, base.load_in)
-        if base.compute == "fp8":
-            model = compute_in_fp8(model)
-        model = with_head(model, spec.head)
-        return with_trained_parts(model, base, spec.adapter, spec.seed)
-
-    model = nnx.eval_shape(changed, abstract_decoder(shape, precision.dtype, spec.tower))
+    model = abstract_decoder(shape, precision.dtype, spec.tower)
+    if base.load_in is not None or precision.components:
+        model = nnx.eval_shape(lambda model: stored_as(model, precision.components, base.load_in), model)
+    if base.compute == "fp8":
+        model = compute_in_fp8(model)
+    with initial.as_shapes():
+        model = with_trained_parts(with_head(model, spec.head), base, spec.adapter, spec.seed)
     return with_teacher(model, teacher_shapes(spec.objective, precision.dtype, spec.tower is not None))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, mosaic_types, persistent, tuning
 from jaxtune.pallas.decode.attention import mosaic_kernels
@@ -29,6 +28,7 @@ from jaxtune.pallas.decode.attention.splits import (
     seen_of,
 )
 from jaxtune.pallas.dispatch import compute_capability
+from jaxtune.pallas.mosaic_modules import plgpu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas.attention.mosaic_parts import add_product, capped, constant, ids, rows_of
 from jaxtune.pallas.decode.attention import mosaic_lanes
 from jaxtune.pallas.decode.attention.mosaic_lanes import TILE
 from jaxtune.pallas.decode.attention.splits import MASKED
+from jaxtune.pallas.mosaic_modules import plgpu
 
 LINE = 128  # numbers of a partial result that take one register of each thread of the combining kernel
 AHEAD = 4  # how many partial results the combining kernel reads at a time

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import mosaic_types
 from jaxtune.pallas.lanes import (
-    SCALAR,
     ir_add,
     ir_chunk,
     ir_const,
@@ -23,7 +19,9 @@ from jaxtune.pallas.lanes import (
     ir_scalar,
     ir_shift_right,
     ir_thread,
+    scalar,
 )
+from jaxtune.pallas.mosaic_modules import mgpu, plgpu, utils
 from jaxtune.system.private_mlir import arith, ir, llvm
 
 TILE = 64  # rows of a tile
@@ -50,7 +48,7 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
     (rows, columns), dtype = shape, jnp.dtype(ref.dtype)
 
     @mosaic_types.inline_mgpu(
-        arg_types=(SCALAR, plgpu.RefType()),
+        arg_types=(scalar(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((TILE, columns), dtype, plgpu.Layout.WGMMA),
     )
     def load(_, chunk, ref):
@@ -81,7 +79,7 @@ def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
     columns = values.shape[1]
 
     @mosaic_types.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType(), SCALAR)
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType(), scalar())
     )
     def store(_, values, numbers, out_ref, numbers_ref, chunk):
         f32 = ir.F32Type.get()
