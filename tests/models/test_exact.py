@@ -17,8 +17,9 @@ from jaxtune import Decoder, Sampler
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation.differences import differences
+from jaxtune.models.generation.exactness import refusal
 from jaxtune.models.generation.generate import training_logprobs
-from jaxtune.pallas import one_order
+from jaxtune.pallas import compat, dispatch, one_order
 
 pytestmark = pytest.mark.usefixtures("compiled_in_full")
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, attention_scale=0.25)
@@ -121,6 +122,31 @@ def test_gradients_are_those_of_the_product(argument):
     got = jax.grad(lambda x: jnp.sin(one_order.total(x)).sum())(operands[argument])
     want = jax.grad(lambda x: jnp.sin(x.sum(-1)).sum())(operands[argument])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(layers=(LayerSpec(), LayerSpec(window=50))), "layers.1: attention with a window of 50"),
+        (dict(moe=MOE), "layers.0: experts"),
+        (dict(activation="gelu"), "layers.0: the activation gelu, on a GPU"),
+        (dict(num_heads=4, head_dim=32), "layers.0: heads of 32 numbers; 64, 128, 256"),
+        (dict(qk_norm="projection"), "layers.0: attention or a feed-forward that decoding computes operation"),
+        ({}, None),
+    ],
+)
+def test_what_has_no_kernels_is_refused_on_a_gpu(changes, reason, monkeypatch):
+    monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
+    model = tiny_model("bfloat16", **(WIDE | changes))
+    with dispatch.compile_for((9, 0)):
+        found = refusal(model)
+        assert found is None if reason is None else found is not None and found.startswith(reason)
+        assert refusal(tiny_model("float32", **WIDE)) == "this GPU: products in float32, which tensor cores round"
+    with dispatch.compile_for((8, 0)):
+        assert refusal(model) == "this GPU: measured on Hopper alone (compute capability 9.0)"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,12 +117,12 @@ def test_attention_of_a_document_has_the_same_bits_wherever_it_begins(starts):
     query, key, value = (drawn(n, 1, length, count, dim) for n, count in enumerate((heads, kv_heads, kv_heads)))
     bounds = [*starts, length - 6]
     segments = np.zeros((1, length), np.int32)
-    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False), 1):
+    for number, (start, end) in enumerate(itertools.pairwise(bounds), 1):
         segments[0, start:end] = number
     options = dict(scale=dim**-0.5, soft_cap=5.0, sinks=jnp.linspace(-1, 1, heads))
     packed, lse = attention_forward(query, key, value, packed_layout((1, length), jnp.asarray(segments)), **options)
     assert not np.asarray(packed)[0, segments[0] == 0].any() and np.isfinite(np.asarray(lse)).all()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         parts = [array[:, start:end] for array in (query, key, value)]
         alone, _ = attention_forward(*parts, packed_layout((1, end - start)), **options)
         np.testing.assert_array_equal(packed[:, start:end], alone)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.quant import quantize
+from jaxtune.pallas import dispatch
 from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.sampling import Settings
@@ -87,9 +87,8 @@ def test_a_dtype_in_which_no_answer_is_sampled_is_refused(tmp_path):
         run_of(tmp_path, True, precision="fp32").train()
 
 
-def test_a_device_that_does_not_keep_the_order_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(ValueError, match="exact: a GPU"):
+def test_a_device_that_does_not_keep_the_order_is_refused(tmp_path):
+    with dispatch.compile_for((8, 0)), pytest.raises(ValueError, match="objective: exact: this GPU: "):
         run_of(tmp_path, True).train()
 
 

@@ -144,10 +144,14 @@ def activated(gate, up, activation: str) -> jax.Array:
     return out
 
 
+def norm_warps(size: int) -> int:
+    """Warps of a program of added_norm_kernel, for rows of `size` numbers; they decide the order of its sum."""
+    return 8 if size > 2048 else 4
+
+
 def normed(x, weight, eps: float, offset: float, float32: bool) -> jax.Array:
     """The RMS norm of x [..., size] over its last axis, by the kernel of decoding steps."""
     from jaxtune.pallas.decode.few_rows import triton_kernels
-    from jaxtune.pallas.decode.few_rows.triton import norm_warps
 
     size = x.shape[-1]
     rows = x.reshape(-1, size)

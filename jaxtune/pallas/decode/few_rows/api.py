@@ -224,10 +224,10 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
     check.array("weight", weight, "hidden", FLOATS)
     if blocks is not None:
         coded_types(len(x), x.shape[1], blocks)
-    warps = triton.norm_warps(x.shape[1])
+    warps = one_order.triton.norm_warps(x.shape[1])
 
     def compare():
-        size = 768 if warps == triton.norm_warps(768) else 2176
+        size = 768 if warps == one_order.triton.norm_warps(768) else 2176
         operands = (
             normal_array(0, 5, size, dtype=x.dtype),
             normal_array(1, 3, 5, size, dtype=jnp.float32),

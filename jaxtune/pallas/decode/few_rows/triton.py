@@ -270,11 +270,6 @@ def added_norm_refusal(x) -> str | None:
     return None if x.shape[1] <= 16384 else f"{x.shape[1]} numbers; up to 16,384"
 
 
-def norm_warps(size: int) -> int:
-    """Warps of a program of `added_norm`, for rows of `size` numbers."""
-    return 8 if size > 2048 else 4
-
-
 def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
     """As api.added_norm, or with `blocks` api.added_norm_coded."""
     from jaxtune.pallas.decode.few_rows import triton_kernels
@@ -285,7 +280,7 @@ def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
         (x, partial_sums, weight),
         [*[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2, *(coded_types(count, size, bool(blocks)) if rounds else ())],
         (count,),
-        warps=norm_warps(size),
+        warps=one_order.triton.norm_warps(size),
         stages=1,
         COUNT=count,
         SIZE=size,
