@@ -73,14 +73,12 @@ def loading(
             require_same_pictures(loaded, source, teacher.source)
         return loaded
 
-    def with_random_weights(shape: Path) -> tuple[None, Any, Decoder]:
-        key = jax.random.key(config.seed)
-        model = adapted(model_from_config(shape, key, "float32", pictures), *changes)
-        return None, tokenizer(None, model.source), with_teacher(model, load_teacher(teacher))
-
     # No variable here refers to a model's arrays, so that the trainer can free what it copies.
     if model_config.from_config is not None:
-        yield with_random_weights(model_config.from_config)
+        key = jax.random.key(config.seed)
+        models = [adapted(model_from_config(model_config.from_config, key, "float32", pictures), *changes)]
+        words = tokenizer(None, models[0].source)
+        yield None, words, with_teacher(models.pop(), load_teacher(teacher))
         return
     assert model_config.path is not None
     pretrained = Pretrained(
