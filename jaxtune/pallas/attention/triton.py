@@ -115,7 +115,7 @@ def _call(
     scale,
     window,
     soft_cap,
-    **constants: int,
+    apart: bool | None = None,
 ):
     """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0: the forward takes
     the largest product before it multiplies by scale. (`refusal` does not get scale, so nothing else is tried then.)
@@ -124,10 +124,12 @@ def _call(
       grid_heads: query heads in the forward and dq, key heads in dk and dv.
       arguments: input arrays, query first.
       runs: whether `ends` has bounds of runs behind those of documents (`_ends`).
+      apart: of the forward.
     """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
     rows, length, heads, dim = arguments[0].shape
+    more: dict = {} if apart is None else {"APART": apart}
     return compat.triton_call(
         kernel,
         arguments,
@@ -146,7 +148,7 @@ def _call(
         QUERIES=tile.queries,
         KEYS=tile.keys,
         RUNS=runs,
-        **constants,
+        **more,
     )
 
 
@@ -183,7 +185,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        APART=int(apart),
+        apart=apart,
     )
     return out, lse
 
