@@ -112,17 +112,20 @@ def _call(
     scale,
     window,
     soft_cap,
-    **constants: int,
+    apart: bool | None = None,
 ):
     """Runs a kernel of triton_kernels.py and returns its outputs. ValueError unless scale is above 0.
 
     program_tokens: tile.queries in the forward and dq, tile.keys in dk and dv.
     grid_heads: query heads in the forward and dq, key heads in dk and dv.
     arguments: input arrays, query first.
+    runs: whether `ends` has bounds of runs behind those of documents (`_ends`).
+    apart: of the forward.
     """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
     rows, length, heads, dim = arguments[0].shape
+    more: dict = {} if apart is None else {"APART": apart}
     return compat.triton_call(
         kernel,
         arguments,
@@ -141,7 +144,7 @@ def _call(
         QUERIES=tile.queries,
         KEYS=tile.keys,
         RUNS=runs,
-        **constants,
+        **more,
     )
 
 
@@ -172,7 +175,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        APART=int(apart),
+        apart=apart,
     )
     return out, lse
 

@@ -224,11 +224,47 @@ def forward_kernel(
             end = tl.minimum(tl.load(ends + first), stop)
             alone = (first == base) & (end == stop)
             full_end = begin + tl.where(alone, tl.maximum(base + 1 - begin, 0) // KEYS * KEYS, 0)
-            acc, top, total = _attend(acc, top, total, q, key, value, seen, lower, begin, full_end,
-                                      LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, False)  # fmt: skip
+            acc, top, total = _attend(
+                acc,
+                top,
+                total,
+                q,
+                key,
+                value,
+                seen,
+                lower,
+                begin,
+                full_end,
+                LENGTH,
+                KV_HEADS * DIM,
+                DIM,
+                WIDTH,
+                SCALE,
+                CAP,
+                KEYS,
+                False,
+            )
             own = tl.minimum(seen, end - 1)  # the last block's keys behind the document are another's
-            acc, top, total = _attend(acc, top, total, q, key, value, own, lower, full_end, end,
-                                      LENGTH, KV_HEADS * DIM, DIM, WIDTH, SCALE, CAP, KEYS, True)  # fmt: skip
+            acc, top, total = _attend(
+                acc,
+                top,
+                total,
+                q,
+                key,
+                value,
+                own,
+                lower,
+                full_end,
+                end,
+                LENGTH,
+                KV_HEADS * DIM,
+                DIM,
+                WIDTH,
+                SCALE,
+                CAP,
+                KEYS,
+                True,
+            )
             first = tl.maximum(end, first + 1)
     else:
         # Keys begin .. stop - 1, in blocks from `begin` on. Those between full_begin and full_end no bound crosses.

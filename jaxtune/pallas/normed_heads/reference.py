@@ -22,7 +22,8 @@ def normed(x, weight, eps, offset, float32):
     weight: [size].
     """
     if one_order.runs_kernels():
-        return _normed_by_kernel(x, weight, eps, offset, float32)
+        out: jax.Array = _normed_by_kernel(x, weight, eps, offset, float32)
+        return out
     return _normed(x, weight, eps, offset, float32)
 
 

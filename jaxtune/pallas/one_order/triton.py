@@ -7,7 +7,7 @@ ascending order (measured on an H200: eight tilings, mma and wgmma alike). So a 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -74,19 +74,12 @@ def product(x, weight, adapter, dtype) -> jax.Array:
     tile = tile_of(len(x), len(weight))
 
     def compare():
-        keys = jax.random.split(jax.random.key(0), 4)
-        draw = (
-            jax.random.normal(key, shape).astype(x.dtype)
-            for key, shape in zip(
-                keys,
-                ((tile.tokens + 5, 200), (tile.rows + 24, 200), (tile.tokens + 5, 7), (tile.rows + 24, 7)),
-                strict=True,
-            )
-        )
-        x_, weight_, inner, b = draw
-        got = jax.jit(functools.partial(_product, tile=tile, dtype=x.dtype))(x_, weight_, (inner, b))
-        x_, weight_, inner, b = (array.astype(jnp.float32) for array in (x_, weight_, inner, b))
-        return [got], [dispatch.exactly(lambda *a: a[0] @ a[1].T + a[2] @ a[3].T)(x_, weight_, inner, b)]
+        sizes = (tile.tokens + 5, 200), (tile.rows + 24, 200), (tile.tokens + 5, 7), (tile.rows + 24, 7)
+        keys = jax.random.split(jax.random.key(0), len(sizes))
+        small = [jax.random.normal(key, size).astype(x.dtype) for key, size in zip(keys, sizes, strict=True)]
+        kernel = jax.jit(lambda x, w, u, b: _product(x, w, (u, b), tile=tile, dtype=x.dtype))
+        plain = dispatch.exactly(lambda x, w, u, b: jnp.dot(x, w.T) + jnp.dot(u, b.T))
+        return [kernel(*small)], [plain(*(array.astype(jnp.float32) for array in small))]
 
     _checked("product", f"{x.dtype}, {tile}", compare)
     return _product(x, weight, adapter, tile=tile, dtype=dtype)
@@ -128,16 +121,28 @@ def _product(x, weight, adapter, *, tile: Tile, dtype):
 
 def activated(gate, up, activation: str) -> jax.Array:
     """activation(gate) * up in gate's dtype, of one shape, in float32, rounded once. activation: of ACTIVATIONS."""
+    return _activated(gate, up, gate.shape, 0, activation)
+
+
+def activated_halves(gate_up, activation: str) -> jax.Array:
+    """`activated` of both halves of the columns of gate_up [N, 2 I]: [N, I]."""
+    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    return _activated(gate_up, gate_up, (rows, columns), columns, activation)
+
+
+def _activated(gate, up, shape, columns: int, activation: str) -> jax.Array:
     from jaxtune.pallas.one_order import kernels
 
-    [out] = _call(gate.size // gate.shape[-1])(
+    size = math.prod(shape)
+    [out] = _call(size // shape[-1])(
         kernels.gated_kernel,
         (gate, up),
-        [jax.ShapeDtypeStruct(gate.shape, gate.dtype)],
-        (-(-gate.size >> _LEVELS),),
+        [jax.ShapeDtypeStruct(shape, gate.dtype)],
+        (-(-size >> _LEVELS),),
         warps=4,
         stages=1,
-        SIZE=gate.size,
+        SIZE=size,
+        COLUMNS=columns,
         ACTIVATION=ACTIVATIONS[activation],
         BLOCK=1 << _LEVELS,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +14,7 @@ from jaxtune.pallas.decode.attention import chunk_attention, decode_attention
 from jaxtune.pallas.gated import activated
 from jaxtune.pallas.normed_heads import normed, rotated
 from tests.gpu.aot.target import H200
+from tests.gpu.aot.test_sampling import lowered
 from tests.gpu.aot.triton_compiler import compile_call, recorded_calls
 
 KINDS = {
@@ -66,3 +69,18 @@ def test_kernels_compile_without_spills(kind, rows, tmp_path):
         built = compile_call(call, (9, 0), tmp_path)
         assert built.shared_bytes <= 227 * 1024
         assert not built.spilled_bytes, built.name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_no_program_has_products_of_another_order(load_in):
+    """Neither the vendor's nor XLA's own."""
+    _, programs = lowered("llama-3.1-8b", 2, True, load_in, exact=True)
+    assert {*programs} == {"decode", "insert", "extend", "prefill", "pack"}
+    for name, program in programs.items():
+        text = program.compile().as_text()
+        called = {*re.findall(r'custom_call_target="([^"]+)"', text)}
+        assert called <= {"__gpu$xla.gpu.ptx", "triton_kernel_call", *(["mosaic_gpu_v2"] if load_in else [])}, name
+        assert not re.search(r" dot\(|__triton_gemm", text), name
+        if name == "decode":
+            assert text.count('name = "as_trained_kernel"') == 2

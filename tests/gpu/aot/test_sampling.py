@@ -101,12 +101,14 @@ def lowered(
         programs, leaves = device.programs_of(False, slots, exact), list(placed(shapes))
         changed = np.zeros(slots, bool)
         kind = Kind(True, False, False)
-        return states, {
+        prompts = {
+            "prefill": lambda: programs.prefill.lower(structure, 256, leaves, ints(4, 256), ints(4), ints(4)),
+            "pack": lambda: programs.pack.lower(structure, 256, leaves, ints(1, 1024), ints(4), ints(4), ints(4)),
+        }
+        return states, {name: lower() for name, lower in prompts.items() if exact} | {
             "decode": programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, changed, live, rows),
             "insert": programs.insert.lower(states, staged, ints(1), ints(1)),
             "extend": programs.extend.lower(structure, leaves, staged, *chunk),
-            "prefill": programs.prefill.lower(structure, 256, leaves, ints(4, 256), ints(4), ints(4)),
-            "pack": programs.pack.lower(structure, 256, leaves, ints(1, 1024), ints(4), ints(4), ints(4)),
         }
 
 

@@ -74,23 +74,24 @@ def products(
         check.array(f"weights[{index}]", weight, f"out_{index} in", x.dtype)
     _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
-    tile = triton.product_tile(x, weights, loras)
+    tile, in_one_order = triton.product_tile(x, weights, loras), one_order.is_exact()
 
     def compare():
         rows, columns = few_sizes.padded(len(x)), 2048 + x.shape[1] % 128
-        sizes = tile.rows, 2 * tile.rows, tile.rows
+        size = max(tile.rows, 64)
+        sizes = size, 2 * size, size
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
         operands = normal_array(0, rows, columns, dtype=x.dtype), weights
         operands = (
             *operands,
             few_thin.small_adapters([*loras, None, None][:3] if loras else [], rows, sizes, columns, x.dtype),
         )
-        return [jax.jit(triton.products)(*operands).sum(0)], [
-            dispatch.exactly(reference.products)(*in_float32(operands))[0]
-        ]
+        kernel = jax.jit(functools.partial(triton.products_in, tile, in_one_order))
+        return [kernel(*operands).sum(0)], [dispatch.exactly(reference.products)(*in_float32(operands))[0]]
 
     def first_use():
         call = f"{x.dtype}, {few_sizes.padded(len(x))} rows{few_thin.text(loras)}, {tile}"
+        call += ", one order" if in_one_order else ""
         return dispatch.first_use("products", "triton", call, compare)
 
     most = triton.most_rows(weights, loras)
@@ -152,8 +153,10 @@ def gated_product(
         return triton.gated_refusal(x, (gate, up), loras, activation)
 
     if one_order.is_exact() and implementation is None:  # rounded apart, for which one kernel has no registers
-        gate, up = jnp.split(products(x, (gate, up), loras)[0], [len(gate)], axis=1)
-        return gated.activated(gate, up, activation)
+        both = products(x, (gate, up), loras)[0]
+        if one_order.runs_kernels():
+            return one_order.triton.activated_halves(both, activation)
+        return gated.activated(*jnp.split(both, 2, axis=1), activation)
     implementation_name = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
     if implementation_name == "reference" and not implementation and len(x) > triton.MOST_ROWS:
         gate, up = reference.each_product(x, (gate, up), loras)

@@ -113,8 +113,7 @@ def _depth(columns: int) -> int:
 
 def _undivided(count: int, loras: Sequence[LoraWeights | None], programs: int) -> bool:
     """Whether a product of `count` rows of x is one sum over ascending columns, as training's is."""
-    few = count <= _UNDIVIDED_ROWS and programs >= _UNDIVIDED and not padded_rank(loras)
-    return few or one_order.is_exact()
+    return count <= _UNDIVIDED_ROWS and programs >= _UNDIVIDED and not padded_rank(loras)
 
 
 def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> int:
@@ -204,10 +203,14 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
 
 def products(x, weights, loras=()):
     """As api.products, for one to three weights of 16 bits; only if `products_refusal` is None."""
+    return products_in(product_tile(x, weights, loras), one_order.is_exact(), x, weights, loras)
+
+
+def products_in(tile: Tile, in_one_order: bool, x, weights, loras=()):
+    """`products` by programs of a tile, as one sum each if `in_one_order`."""
     width = sum(weight.shape[0] for weight in weights)
-    tile = product_tile(x, weights, loras)
     programs = width // tile.rows * -(-len(x) // tile.tokens)
-    divided = not _undivided(len(x), loras, programs)
+    divided = not (in_one_order or _undivided(len(x), loras, programs))
     splits = fewest_splits(x.shape[1] // _depth(x.shape[1]), programs) if divided else 1
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
