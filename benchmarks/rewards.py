@@ -17,6 +17,8 @@ sampler's and the trainer's log-probabilities.
     _nf4                 reward of every step, the largest mismatch, and exact match before and after
     8b_over_2, 8b_one    answers of 256 tokens, 64 a GPU: weights divided over two GPUs (the allocators held to 14 GB),
                          and on one; run only if they are named
+    8b_256, 8b_256_exact answers of 256 tokens, 20 steps as usual and 60 with `exact`, and _nf4: `seconds` so far after
+                         each step; run only if they are named
     tiny                 all of this in seconds, to check the script; runs only if it is named
 """
 
@@ -55,6 +57,7 @@ class Case:
     length: int = 5760  # tokens of a row: eight prompts with their answers, and a multiple of 128
     steps: int = 4  # the first of them compiles
     fsdp: int = 1  # GPUs that divide the weights; `prompts` are those of all
+    exact: bool = False  # sampler and training compute the same bits
 
 
 # The most wanted first: later ones are left out where time is short.
@@ -69,6 +72,14 @@ OVER = {
     "8b_one": Case("llama-3.1-8b", answer=256, length=3712),
     "8b_over_2": Case("llama-3.1-8b", budget_gb=14.0, answer=256, length=3712, prompts=16, fsdp=2),
 }
+_SHORT = Case("llama-3.1-8b", answer=256, length=3712, steps=21)
+EXACT = {
+    "8b_256_exact": dataclasses.replace(_SHORT, steps=61, exact=True),
+    "8b_256": _SHORT,
+    "8b_256_nf4_exact": dataclasses.replace(_SHORT, load_in="nf4", exact=True),
+    "8b_256_nf4": dataclasses.replace(_SHORT, load_in="nf4"),
+}
+_WHOLE = STEPS | OVER | EXACT
 CURVES = {
     "curves_bf16": ("precision=bf16",),
     "curves_fp16": ("precision=fp16",),
@@ -76,8 +87,8 @@ CURVES = {
 }
 _TINY = Case(TINY, prompt=10, answer=16, prompts=2, answers=4, length=128, steps=3)
 TRL = {"trl_0.6b": "0.6b", "trl_8b": "8b"}
-CASES = (*STEPS, *TRL, *CURVES, *OVER, "tiny")
-_UNASKED = (*OVER, "tiny")
+CASES = (*STEPS, *TRL, *CURVES, *OVER, *EXACT, "tiny")
+_UNASKED = (*OVER, *EXACT, "tiny")
 
 
 # ---- whole steps
@@ -126,7 +137,11 @@ def trainer_of(case: Case, folder: str) -> Any:
         adapter=AdapterConfig(r=16),
         data=DataConfig(train="random tokens", length=case.length),
         objective=ObjectiveConfig(
-            "grpo", reward_funcs=("drawn",), num_generations=case.answers, max_completion_length=case.answer
+            "grpo",
+            reward_funcs=("drawn",),
+            num_generations=case.answers,
+            max_completion_length=case.answer,
+            exact=case.exact or None,
         ),
         optim=OptimConfig(name=case.optim, learning_rate=1e-5),
         memory=MemoryConfig(budget_gb=case.budget_gb and case.budget_gb * 1e9 / 2**30),
@@ -171,6 +186,7 @@ def whole_steps(case: Case, say: Callable[[str, Any], None]) -> None:
             def between(self, moment):
                 moment.wait()  # until the step was computed; its seconds then have no part of another step
                 arrivals.append(time.perf_counter())
+                say("seconds", [arrival - begun for arrival in arrivals])
 
         trainer.callbacks = (Clock(),)
         made = time.perf_counter()
@@ -191,13 +207,16 @@ def whole_steps(case: Case, say: Callable[[str, Any], None]) -> None:
                 "rewards": rewards,
                 "update": seconds - sampling - rewards,
                 "mismatch": line["sampling/sampling_logp_difference/mean"],
-                "ratio": line["sampling/importance_sampling_ratio/mean"],
+                "largest_mismatch": line["sampling/sampling_logp_difference/max"],
+                "ratio": line.get("sampling/importance_sampling_ratio/mean"),
                 "mean_length": line["completions/mean_length"],
                 "loss": line["loss"],
             }
         )
     say("steps", found)
-    medians = {name: statistics.median(step[name] for step in found) for name in found[0]}
+    medians = {
+        name: statistics.median(step[name] for step in found) for name, value in found[0].items() if value is not None
+    }
     plan = trainer.planner.plan
     say(
         "whole_step",
@@ -338,12 +357,13 @@ def measure(name: str, say: Callable[[str, Any], None]) -> None:
 
     host_memory.allow_pinned()
     use_program_cache()
-    if name in STEPS | OVER:
-        whole_steps((STEPS | OVER)[name], say)
+    if name in _WHOLE:
+        whole_steps(_WHOLE[name], say)
     elif name in CURVES:
         curves(CURVES[name], say)
     else:
         whole_steps(_TINY, say)
+        whole_steps(dataclasses.replace(_TINY, exact=True), lambda figure, value: say(f"exact_{figure}", value))
         curves(CURVES["curves_nf4"], lambda figure, value: say(f"curves_{figure}", value), seeds=1, steps=2)
         try:
             import trl  # noqa: F401
@@ -358,8 +378,7 @@ def allocator(name: str) -> dict[str, str]:
     from benchmarks.record import driver_bytes
     from jaxtune.train.planning.devices import CONTEXT_BYTES
 
-    cases = STEPS | OVER
-    budget, total = cases[name].budget_gb if name in cases else None, driver_bytes()
+    budget, total = _WHOLE[name].budget_gb if name in _WHOLE else None, driver_bytes()
     if budget is None or not total:
         return {}
     return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{(budget * 1e9 - CONTEXT_BYTES) / total:.5f}"}
