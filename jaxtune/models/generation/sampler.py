@@ -25,14 +25,12 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.adapters import Adapter
-from jaxtune.models.generation.admission import Admission
-from jaxtune.models.generation.caches import Caches
+from jaxtune.models.generation.assembly import assembled
 from jaxtune.models.generation.converted import Convertible, convertible_of, picture_bytes
 from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.exactness import require_exact
 from jaxtune.models.generation.limits import MOST_BIASES
-from jaxtune.models.generation.prefills import Prefills
-from jaxtune.models.generation.ready import Ready, Score, Shapes
+from jaxtune.models.generation.ready import Score
 from jaxtune.models.generation.requests import (
     Constraint,
     Decodes,
@@ -51,8 +49,7 @@ from jaxtune.models.generation.requests import (
     one_a_prompt,
     seeds_of,
 )
-from jaxtune.models.generation.rounds import NewTokens, Rounds, wait_for
-from jaxtune.models.generation.row_programs import RowPrograms
+from jaxtune.models.generation.rounds import NewTokens, wait_for
 from jaxtune.models.generation.sampled_model import SampledModel
 from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.generation.scores import prompt_scores
@@ -66,7 +63,6 @@ from jaxtune.models.generation.slot_plan import (
     room_bytes,
     slot_bytes,
 )
-from jaxtune.models.generation.slot_rows import SlotRows
 from jaxtune.models.placement.streams import arriving_bytes, is_on_host
 from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, processes, timing, waiting
@@ -212,37 +208,30 @@ class Sampler:
         self.plan: SlotPlan = self._planned(room, slots, length, most_slots, convertible, prefix_bytes or 0)
         if self.plan.converted_layers:
             self._model.convert(self.plan.converted_layers)
-        first_at_once, self._steps = first_at_once and tokens_per_round > 1, tokens_per_round
-        if self._division is None:
-            devices, programs = 1, device.programs_of(deterministic, self.plan.slots, exact)
-        else:
-            devices, programs = self._division.devices, self._division.programs(deterministic, self.plan.slots)
-        count, weights = self.plan.slots * devices, self._model.weights
-        self._rows = SlotRows(
-            programs, count, self.config.vocab_size, self._tower is not None, compiles_beside, self._division
-        )
-        self._caches = Caches(programs, self._model, count, self._division)
-        array = weights.leaves[0] if weights.are_arrays else jax.device_put(np.zeros(()))
-        where = jax.sharding.SingleDeviceSharding(min(array.devices(), key=lambda device: device.id))
-        of_model = programs, weights.structure, weights.shapes
-        self._ready = Ready(Shapes(*of_model, weights.gated, where, self._rows.host, self._tower), compiles_beside)
-        self._prefills = Prefills(
-            *of_model,
-            prefill_tokens,
-            prefilled_at_once(self.plan, room, prefill_tokens),
-            one_at_a_time=deterministic or prefills_alone,
-            ready=self._ready,
-            gated=weights.gated,
+        self._steps = tokens_per_round
+        (
+            self._rows,
+            self._caches,
+            self._ready,
+            self._prefills,
+            self._row_programs,
+            self._rounds,
+            self._admission,
+        ) = assembled(
+            self._model,
+            self.plan,
+            self._division,
+            self._tower,
+            steps=tokens_per_round,
+            prefill_tokens=prefill_tokens,
+            at_once=prefilled_at_once(self.plan, room, prefill_tokens),
+            first_at_once=first_at_once and tokens_per_round > 1,
+            compiles_beside=compiles_beside,
+            prefills_alone=prefills_alone,
+            deterministic=deterministic,
+            exact=exact,
             prefix_bytes=None if prefix_bytes is None else self.plan.prefix_bytes,
-            devices=devices,
         )
-        longest = weights.structure, weights.shapes, count, length_bucket(self.plan.length)
-        whole = deterministic or (compiles_beside and device.reads_lengths(*longest))
-        of_rows = self._ready, self._prefills, self._rows, self._caches
-        self._row_programs = RowPrograms(*of_rows, self.plan.length, tokens_per_round, first_at_once, whole)
-        of_slots = programs, self._model, self._rows, self._caches
-        self._rounds = Rounds(*of_slots, self._row_programs, tokens_per_round, first_at_once)
-        self._admission = Admission(*of_slots, self._prefills, self._row_programs, self._ready, prefill_tokens)
         self._end = lifetimes.end_with(self, wait_for, self._rounds.dispatched, self._prefills)
         self._closed = False
         self._requests: dict[int, Request] = {}  # requests that are not done
