@@ -577,6 +577,35 @@ def test_rows_are_evaluated_alike_however_they_are_given(folder, tmp_path, train
         assert known["eval_kl"] > 0
 
 
+@pytest.mark.parametrize(
+    ("trainer", "rows", "options"),
+    [
+        (SFTTrainer, [{"text": "a b"}] * 4, {}),
+        (DPOTrainer, PREFERENCES, {}),
+        (KTOTrainer, LABELLED, {}),
+        (GRPOTrainer, [{"prompt": "a"}] * 4, {"reward_funcs": len}),
+    ],
+)
+@pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])
+def test_several_data_sets_by_name_are_refused(folder, tmp_path, trainer, rows, options, argument):
+    """Such as all splits of one, as datasets.load_dataset gives them without `split`."""
+    args = trainer.config_type(output_dir=str(tmp_path / "run"), eval_strategy="epoch")
+    sets = {"train_dataset": rows, "eval_dataset": rows} | {argument: {"a": rows, "b": rows}}
+    with pytest.raises(ValueError, match=f"{trainer.__name__}: {argument} is a dict of data sets, with the keys a, b"):
+        trainer(load(folder)[0], args=args, **sets, **options)
+
+
+def test_each_of_several_data_sets_is_evaluated(folder, tmp_path):
+    args = SFTTrainer.config_type(output_dir=str(tmp_path / "run"))
+    rows = [{"text": text} for text in ("a b", "c d e", "f", "g h")]
+    made = SFTTrainer(load(folder)[0], args=args, train_dataset=rows, eval_dataset=rows)
+    parts = {"a": rows[:1], "b": rows[1:]}
+    alone = {name: made.evaluate(part) for name, part in parts.items()}
+    found = made.evaluate(parts)
+    assert found["eval_a_loss"] == alone["a"]["eval_loss"] and found["eval_b_loss"] == alone["b"]["eval_loss"]
+    assert len(found) == 2 * len(alone["a"])
+
+
 LONG = "I am a bot. " * 5
 LONG_PAIRS = [{"prompt": "Who?", "chosen": LONG, "rejected": f"{LONG}no"}] * 3
 LONG_ANSWERS = [

@@ -49,6 +49,13 @@ def columns_of(dataset: Any, trainer: str) -> list[str]:
     return list(first)
 
 
+def require_one_set(dataset: object, argument: str) -> None:
+    """ValueError for several data sets by name, such as all splits of one. argument: with the class that has it."""
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, dataset))
+        raise ValueError(f"{argument} is a dict of data sets, with the keys {names}: give one of them")
+
+
 def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
     """(rows as jaxtune reads them, the name of their format), by TRL's rules: formatting_func decides first, then a
     column of texts, then columns of a known format; else ValueError. A path has the format of its first usable row.

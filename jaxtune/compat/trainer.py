@@ -24,7 +24,7 @@ from jaxtune.compat.kept import keep_programs
 from jaxtune.compat.measures import ComputeMetrics, EvalPrediction, Preprocess, predict_rows, run_compute_metrics
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
-from jaxtune.compat.rows import Tokenised, rows_and_format
+from jaxtune.compat.rows import Tokenised, require_one_set, rows_and_format
 from jaxtune.compat.saves import save, saved_into
 from jaxtune.compat.seeds import begin_at
 from jaxtune.compat.settings import (
@@ -203,6 +203,7 @@ class SFTTrainer(ScriptWords):
         self._rows, self._format, self._formatting = {}, "", formatting_func
         for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
             if dataset is not None:
+                require_one_set(dataset, f"{type(self).__name__}: {split}_dataset")
                 self._rows[split], form = self._read(dataset, formatting_func)
                 if self._format not in ("", form):
                     raise ValueError(
@@ -529,11 +530,16 @@ class SFTTrainer(ScriptWords):
         compute_metrics.
 
         ValueError: no rows, another format than the trained ones, or logits of more than half of the host's memory.
-          eval_dataset: None: the trainer's.
+          eval_dataset: None: the trainer's. A dict evaluates each of its data sets, and names have its key behind the
+            prefix.
           ignore_keys: has no effect.
           metric_key_prefix: replaces "eval" in the names.
         """
-        del ignore_keys
+        if isinstance(eval_dataset, Mapping):
+            each = (
+                self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}") for name, rows in eval_dataset.items()
+            )
+            return {key: value for values in each for key, value in values.items()}
         trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
         values = trainer.evaluate()
         if self.compute_metrics is not None:
@@ -566,6 +572,7 @@ class SFTTrainer(ScriptWords):
 
     def _on(self, dataset: object) -> Trainer:
         """A jaxtune Trainer that evaluates the current model on these rows and trains nothing."""
+        require_one_set(dataset, f"{type(self).__name__}: test_dataset")
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")

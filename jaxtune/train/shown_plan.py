@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import AbstractMesh
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.files.positions import stretched
 from jaxtune.models.files.quant import require_stated
-from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, tower_config, weights_stored_in
 from jaxtune.pallas.fitted import planned_for
@@ -28,10 +28,10 @@ from jaxtune.train.planning import choice, cost, devices, fitting, plan_text, se
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.meshes import mesh_of
-from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec import checks
 from jaxtune.train.spec.pictures import refusal
+from jaxtune.train.spec.setup import slots_between
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,8 +78,8 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
     if (packed := objective.packed) is not None:
         longest = _ASSUMED_PROMPT + packed.max_completion_length
         open_length = isinstance(config.data.length, Unset)
-        most = min(packed.slots, spec.rows * packed.steps_per_generation)
-        sampled = SampledRows(longest if open_length else spec.length, most)
+        answers = spec.rows * packed.steps_per_generation
+        sampled = SampledRows(longest if open_length else spec.length, answers, packed.slots, copies=True)
         if open_length:
             length, rows = packed_shape(longest, spec.rows, (sharing or 1) * (config.micro_batches or 1))
             spec = replace(spec, rows=rows, length=length)
@@ -95,14 +95,20 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
                 console.print(fitted(why, console), markup=False, highlight=False)
             device, count = _here(mesh)
             spec = spec.on(mesh, count)
-        forecast, costs = _print_plan(spec, model, shape, device, sampled, console)
+        forecast, costs = _print_plan(spec, trained, model, shape, device, sampled, console)
         for line in teacher_pass.pass_lines(spec, shape, device, config.plan.device is not None):
             console.print(fitted(line, console), markup=False, highlight=False)
     console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.shape.devices))
 
 
 def _print_plan(
-    spec: StepSpec, model: Decoder, shape: DecoderConfig, device: Device, sampled: SampledRows | None, console: Console
+    spec: StepSpec,
+    trained: TrainedModel,
+    model: Decoder,
+    shape: DecoderConfig,
+    device: Device,
+    sampled: SampledRows | None,
+    console: Console,
 ) -> tuple[Forecast, cost.StepCost]:
     """Prints the best plan, the longest row, and sampling between two steps; returns it with the step's costs."""
     budget_bytes = devices.budget(spec.memory, device)
@@ -118,11 +124,9 @@ def _print_plan(
     longest = fitting.longest_row(costs, spec, device, budget_bytes)
     plan_text.plan_elsewhere(forecast, costs, device, budget_bytes, longest, shape.context_length, console)
     if sampled is not None:  # rows are not read here, so that prompts are taken to be as long as there is room
-        placed = costs.placed(forecast.plan.moved)
-        room = budget_bytes - placed.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(placed, device)
-        divided = costs.divided.layer_bytes > 0
-        most = -(-sampled.most // costs.shape.devices) if divided else sampled.most
-        slots = slots_for(model, room, sampled.length, most, not divided)
+        placed, plan = costs.placed(forecast.plan.moved), forecast.plan
+        mesh = AbstractMesh(tuple(spec.mesh_shape), tuple(axis.name for axis in partition.AXES))
+        slots = slots_between(placed, plan, device, budget_bytes, trained.sampled(plan, mesh), sampled)
         console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     return forecast, costs
 

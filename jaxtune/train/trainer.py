@@ -152,8 +152,9 @@ class Trainer:
         self.flops = flop_counter(self.model.prepared)
         with timing.phase("plan"):
             self.engine = setup.engine_of(self.spec, rows, self.model, trains)
+            planner, mesh = self.engine.planner, self.engine.mesh
             self.slots, self.answers = setup.with_slots(
-                self.engine.planner, self.model.prepared, self.batches, rows.answers
+                planner, lambda: self.model.sampled(planner.plan, mesh), self.batches, rows.answers
             )
 
     @property

@@ -16,7 +16,7 @@ from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.division import Division, share_of
+from jaxtune.models.generation.division import Division, Sharing
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.sampler import Sampler
@@ -104,7 +104,7 @@ def test_devices_that_divide_weights_give_the_rows_of_one(name, sizes):
     divided = over(model, *sizes)
     sampler = Sampler(divided, slots=1, length=128, prefill_tokens=16)
     assert sampler.plan.slots == 1 and len(sampler._rows.requests) == np.prod(sizes)
-    assert share_of(nnx.state(model), 9) == 9
+    assert (Sharing.of(model), Sharing.of(divided)) == (Sharing(1, False), Sharing(int(np.prod(sizes)), True))
     found = rows_of(sampler, prompts, 9)
     assert_alike(found, rows_of(Sampler(model, slots=4, length=128, prefill_tokens=16), prompts, 9))
 

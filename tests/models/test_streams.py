@@ -28,6 +28,7 @@ WHERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 def make_model(family: str, form: str | None, targets: str | list[str] = "all-linear"):
     model = model_from_config(CONFIGS[family], jax.random.key(0), "bfloat16" if form else "float32")
+    form = None if form == "bf16" else form
     if form == "mxfp4":
         model = freeze(model)
         for _, matrix in matrices(model):
@@ -69,6 +70,9 @@ CASES = [
     ("qwen3_5", "nf4", "recompute", 2),
     ("gpt_oss", "mxfp4", "offload", 1),
     ("qwen3", "fp8 products", "recompute", 3),
+    ("llama", "bf16", "recompute", 2),
+    ("qwen3_moe", "bf16", "keep", 2),
+    ("mixtral", "nf4", "recompute", 2),
 ]
 OTHERS = [(family, form, plan, 2) for family in CONFIGS for form in (None, "nf4") for plan in ("keep", "offload")]
 

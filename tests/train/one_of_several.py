@@ -1,7 +1,8 @@
 """One process of a run of several, in which something happens to it: the command, with a fault of its own.
 
 Usage: one_of_several.py FAULT STEP ARGUMENT...: of `jaxtune train`. When step number STEP of this process is handed to
-the device, "kill" sends it SIGKILL and "term" SIGTERM; "full" has it see a disk without room from the start, and
+the device, "kill" sends it SIGKILL and "term" SIGTERM, and "kill in a pass" SIGKILL while the device computes it;
+"full" has it see a disk without room from the start, and
 "full cache" only where room is reserved in the token cache; "outlive" has it miss one that is killed sooner. When the
 rows of that step are loaded, "no rows" raises, and "stall" waits for ever and sends it SIGTERM. "callback" gives the
 run a callback, "bad callback" one that raises when it gets the metrics of that step; "bad rows" has no held-out rows.
@@ -15,6 +16,8 @@ import os
 import signal
 import sys
 import threading
+
+import jax
 
 from jaxtune import cli
 from jaxtune.system import joining
@@ -37,12 +40,17 @@ def main() -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         os.posix_fallocate = no_room
-    if fault in ("kill", "term"):
+    if fault in ("kill", "kill in a pass", "term"):
         real, seen = programs.Engine.accumulate, 0
 
         def accumulate(*values):
             nonlocal seen
             seen += 1
+            if seen == int(step) and fault == "kill in a pass":
+                # Python's lock is free while the device computes.
+                threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGKILL)).start()
+                jax.block_until_ready(real(*values).tree)
+                raise AssertionError("it has computed already")
             if seen == int(step):
                 os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGTERM)
             return real(*values)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,8 +17,11 @@ from jaxtune.models import hf
 from jaxtune.models.files import load_memory
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.placement.streams import PINNED
+from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.spec import loading
+from tests.conftest import WITHOUT_PASSES
 from tests.faults.command import make_folder
+from tests.train.test_several_processes import environment
 
 LAYERS = 4
 
@@ -87,6 +93,31 @@ def test_a_streamed_run_is_the_resident_one_and_goes_on(folder, load_in, monkeyp
         written = capsys.readouterr()
         assert json.loads(written.out)["eval_loss"] == pytest.approx(last, abs=1e-3)
         assert PINNED in kinds[-1] and "weights of 3 layers stream from the host" in written.err
+
+
+def killed_in_a_pass(folder: Path, name: str, *overrides: str) -> int:
+    """The exit code of a run that is killed while the device computes its third micro-batch."""
+    script = Path(__file__).with_name("one_of_several.py")
+    run = [str(folder / "recipe.yaml"), f"output={folder / name}", *overrides]
+    in_full = {key: value for key, value in environment().items() if key not in WITHOUT_PASSES}
+    return subprocess.run([sys.executable, str(script), "kill in a pass", "3", *run], env=in_full).returncode
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("compiled_in_full")
+def test_a_reference_and_micro_batches_stream_and_a_kill_in_a_pass_changes_nothing(folder):
+    """The reference is the base with the adapter off."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " none"} for row in rows]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    more = ["objective=dpo", f"data.train={folder / 'pairs.jsonl'}", "data.eval=null", "data.length=64", "steps=3"]
+    more += ["model.load_in=nf4", "checkpoint.every_steps=1", "precision=fp32", "rows_per_step=4", "micro_batches=2"]
+    more += ["evaluation.at_end=false", "export.merged=false"]
+    want = results(train(folder, "dpo-resident", "recompute", *more))
+    plan, name = "recompute; streamed=3", "dpo-streamed"
+    assert killed_in_a_pass(folder, name, f"memory.plan={plan}", *more) == -signal.SIGKILL
+    assert saved_steps(folder / name / "checkpoints") == [1]
+    assert results(train(folder, name, plan, *more)) == want and len(want) == 1
 
 
 def test_a_checkpoint_of_a_whole_model_is_scored_without_streaming(folder, monkeypatch, capsys):

@@ -18,7 +18,7 @@ type Device = Any  # a jax.Device
 
 def devices_of(model: Decoder) -> list[Device]:
     """The devices that have the whole weights, by ascending id."""
-    first = jax.tree.leaves(nnx.state(model))[0]
+    first = jax.tree.leaves(nnx.state(model))[0]  # as Sharing.of does
     return sorted(first.sharding.device_set, key=lambda device: device.id)
 
 

@@ -41,12 +41,9 @@ class Division:
 
     @staticmethod
     def of(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Division | None:
-        """By where the arrays are; None if each device of this process has all of them whole."""
-        axes = tuple(map(_divided_axis, leaves))
-        shared = (leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None or _is_of_several(leaf))
-        divided = next(shared, None)
-        mesh = getattr(getattr(divided, "sharding", None), "mesh", None)
-        return Division(mesh, axes) if isinstance(mesh, Mesh) else None
+        """By where the arrays are; None if each device of this process has all of them whole, and there is no other."""
+        mesh = _dividing_mesh(leaves)
+        return Division(mesh, tuple(map(_divided_axis, leaves))) if isinstance(mesh, Mesh) else None
 
     @property
     def devices(self) -> int:
@@ -83,24 +80,55 @@ class Division:
         return _programs(self, deterministic and jax.default_backend() == "gpu", rows > MOST_ROWS)
 
 
-def share_of(model: object, rows: int) -> int:
-    """How many of `rows` rows a device of a sampler has: all, unless devices divide the model's weights."""
-    if rows == 1:
-        return rows  # taking a deep model apart takes a tenth of a second
-    state = nnx.state(model) if isinstance(model, nnx.Module) else model
-    division = Division.of(jax.tree.leaves(state))
-    return rows if division is None else -(-rows // division.devices)
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """How the devices that have a model share the rows of a sampler."""
+
+    devices: int
+    """That decode, each its own slots."""
+    together: bool
+    """Whether all run each program together, as by a Division; weights are then not converted."""
+
+    @staticmethod
+    def of(model: nnx.Module, copies: bool = False) -> Sharing:
+        """By where its arrays are, or its shapes will be. copies: devices with whole weights share rows too
+        (SamplerOfCopies)."""
+        leaves = jax.tree.leaves(nnx.state(model))
+        if (mesh := _dividing_mesh(leaves)) is not None:
+            return Sharing(mesh.size, True)
+        return Sharing(_device_count(leaves[0]) if copies else 1, False)
+
+    def slots(self, rows: int, most: int) -> int:
+        """The most slots of a device, of which `most` are allowed, for so many rows on all."""
+        return min(most, -(-rows // self.devices))
 
 
-def _is_of_several(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether an array is on devices of several processes."""
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+def _device_count(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding.mesh.size
+    return 1 if sharding is None else len(sharding.device_set)
+
+
+def _dividing_mesh(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> partition.AnyMesh | None:
+    """That of devices which must run together; None if each of this process has all arrays whole."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
+    divides = (sharding for sharding in named if _axis_of(sharding) is not None or _is_of_several(sharding))
+    return next((sharding.mesh for sharding in divides), None)
+
+
+def _is_of_several(sharding: NamedSharding) -> bool:
+    """Whether it is of devices of several processes."""
+    return isinstance(sharding.mesh, Mesh) and not sharding.is_fully_addressable
 
 
 def _divided_axis(leaf: jax.Array | jax.ShapeDtypeStruct) -> int | None:
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
+    return _axis_of(sharding) if isinstance(sharding, NamedSharding) else None
+
+
+def _axis_of(sharding: NamedSharding) -> int | None:
     return next((axis for axis, name in enumerate(sharding.spec) if name in (TENSORS, (TENSORS,))), None)
 
 

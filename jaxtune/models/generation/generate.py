@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.division import share_of
+from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import (
     Constraint,
@@ -199,7 +199,7 @@ def _sampler(
         model,
         _SLOTS_OF_SAME_BITS if deterministic else None,
         length,
-        most_slots=share_of(model, min(_bucket(len(rows), 1), _MOST_SLOTS)),
+        most_slots=Sharing.of(model).slots(min(_bucket(len(rows), 1), _MOST_SLOTS), _MOST_SLOTS),
         free_bytes=free_bytes,
         deterministic=deterministic,
         tokens_per_round=steps,

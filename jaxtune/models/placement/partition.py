@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtune.models.placement.low_format import SyncFormat
 from jaxtune.models.placement.streams import memory_kinds
@@ -48,12 +48,14 @@ ROWS, WHOLE = PartitionSpec(tuple(axis.name for axis in AXES)), PartitionSpec()
 
 # ---- the mesh
 
+type AnyMesh = Mesh | AbstractMesh  # without devices for shapes alone
+
 
 class MeshShape(tuple[int, ...]):
     """The number of devices along each of AXES."""
 
     @staticmethod
-    def of(mesh: Mesh) -> MeshShape:
+    def of(mesh: AnyMesh) -> MeshShape:
         """The shape of a JAX mesh; an axis that it lacks has one device, and other axes are ignored."""
         return MeshShape(mesh.shape.get(axis.name, 1) for axis in AXES)
 
@@ -307,7 +309,7 @@ def _is_shard(leaf: Any) -> bool:
     return isinstance(leaf, Shard)
 
 
-def divide(tree: Any, mesh: Mesh | None, sync: SyncFormat | None = None) -> Any:
+def divide(tree: Any, mesh: AnyMesh | None, sync: SyncFormat | None = None) -> Any:
     """Wraps the arrays of nnx variables that the mesh divides in Shards; no array is cut. Quantised tensors are divided
     between blocks; what does not divide evenly stays whole.
 
@@ -439,7 +441,7 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
     return jax.tree.map(spec_of, tree, is_leaf=_is_shard)
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
+def shardings(tree: Any, mesh: AnyMesh) -> Any:
     """NamedShardings of a tree of nnx variables, divided where `divide` says, and on the host where they stream."""
     variables = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     kinds = (kind for variable in variables for kind in memory_kinds(variable))

@@ -15,6 +15,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
+    from jaxtune.models.generation.division import Sharing
     from jaxtune.models.generation.slot_plan import SlotPlan
 
 
@@ -70,7 +71,15 @@ class SampledRows:
 
     length: int
     """Most tokens of a row, prompt included."""
+    count: int
     most: int
+    """Of them on a device at a time."""
+    copies: bool = False
+    """Whether devices with copies of the weights share the rows, too."""
+
+    def on(self, sharing: Sharing) -> int:
+        """The most slots of each device."""
+        return sharing.slots(self.count, self.most)
 
 
 class Rollout(TypedDict, total=False):

@@ -30,6 +30,7 @@ from jaxtune.train.engine.programs import Engine, finished, placed
 from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.movables import MOVABLES
+from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import Sums, TrainState
 
@@ -209,7 +210,7 @@ class TrainedModel:
         where = partition.shardings(declared, engine.mesh)
         if partition.MeshShape.of(engine.mesh).shard_count == 1:
             frozen = partition.put(declared, where)
-            self._divided = frozen if processes.count() > 1 else None
+            self._divided = frozen if self._is_placed(engine.mesh) else None
             return frozen
         if self.keeps_model:
             self._divided = frozen = jax.tree.map(partition.moved, declared, where)
@@ -234,6 +235,22 @@ class TrainedModel:
             engine.tables |= movable.looked_up(model, frozen, plan.level(word))
             frozen = movable.declared(model, frozen, plan.level(word))
         return frozen
+
+    def sampled(self, plan: StepPlan, mesh: partition.AnyMesh) -> Decoder:
+        """The shapes of the model that `sampling` returns in a run by this plan, with shardings of what is not on one
+        device alone.
+        """
+        frozen = self.frozen
+        for word, movable in MOVABLES.items():
+            frozen = movable.declared(self.given, frozen, plan.level(word))
+        if self._is_placed(mesh):
+            frozen = placed(frozen, partition.shardings(frozen, mesh))
+        trainable = placed(self.trainable, partition.shardings(self.trainable, mesh))
+        return nnx.merge(self._graph_alone, trainable, _own_weights(frozen), self.scales)
+
+    def _is_placed(self, mesh: partition.AnyMesh) -> bool:
+        """Whether the weights of `sampling` are those of the mesh."""
+        return partition.MeshShape.of(mesh).shard_count > 1 or processes.count() > 1
 
     def _move(self, engine: Engine) -> None:
         """Moves frozen weights, which the model shares, to the memory in which the plan has them."""

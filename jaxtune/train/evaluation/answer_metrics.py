@@ -14,7 +14,7 @@ from jaxtune.conversations.picture_processors import PictureProcessor, picture_a
 from jaxtune.conversations.pictures import TAG
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
-from jaxtune.models.generation.division import share_of
+from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import Constraint, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
@@ -121,7 +121,7 @@ class AnswerMetrics:
     def sampled_rows(self) -> SampledRows:
         """The most tokens of a row and rows at a time."""
         longest = max(len(prompt.ids) for prompt in self.prompts)
-        return SampledRows(longest + self.max_new_tokens, min(self.most_slots, len(self.prompts)))
+        return SampledRows(longest + self.max_new_tokens, len(self.prompts), self.most_slots)
 
     def __call__(self, model: Decoder) -> Answered:
         """Answers and scores all questions; a function that raises gives NaN. RewardError for no list of numbers."""
@@ -129,7 +129,7 @@ class AnswerMetrics:
         sampler = Sampler(
             model,
             length=rows.length,
-            most_slots=min(rows.most, share_of(model, len(self.prompts))),
+            most_slots=rows.on(Sharing.of(model)),
             most_converted=self.most_converted,
             deterministic=self.deterministic,
             prefix_bytes=None if self.deterministic else worthwhile_bytes(prompt.ids for prompt in self.prompts),

@@ -12,7 +12,7 @@ from jaxtune.conversations.pictures import PICTURE, TAG
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
-from jaxtune.models.generation.division import share_of
+from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.generation.sampler import Sampler
@@ -55,8 +55,8 @@ def exact_match(
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
     longest = max(len(question.prompt) for question in questions) + max_new_tokens
     prompts = [question.prompt for question in questions]
-    slots, prefix_bytes = share_of(model, min(batch_size, len(rows))), worthwhile_bytes(prompts)
-    sampler = Sampler(model, length=longest, most_slots=slots, prefix_bytes=prefix_bytes)
+    slots = Sharing.of(model).slots(min(batch_size, len(rows)), batch_size)
+    sampler = Sampler(model, length=longest, most_slots=slots, prefix_bytes=worthwhile_bytes(prompts))
     answers = []
     seen = [PromptPictures.of(question.pictures) for question in questions]
     for row in sampler.run(prompts, max_new_tokens, eos_token_ids=sorted(ends), pictures=seen):

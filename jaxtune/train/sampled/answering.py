@@ -9,13 +9,12 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, PlacedPicture
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.copies import SamplerOfCopies, devices_of
-from jaxtune.models.generation.division import Division
+from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.requests import Constraint, Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan, prefix_room, room_bytes
@@ -127,23 +126,23 @@ class Sampling:
           turns: an answer's prompts begin with the one before: what they share is prefilled once, and each prompt
           alone, so that an answer has the same bits whenever it is submitted. Several at once are faster.
         """
-        longest, devices = max(len(ids) for ids in prompts), devices_of(model)
+        longest, sharing = max(len(ids) for ids in prompts), Sharing.of(model, copies=True)
 
         def made(model: Decoder) -> Sampler:
             """One device's sampler, with room for its share of the prompts."""
             return Sampler(
                 model,
                 length=longest + self.settings.max_completion_length,
-                most_slots=min(self.slots, -(-len(prompts) // len(devices))),
+                most_slots=sharing.slots(len(prompts), self.slots),
                 most_converted=self.most_converted,
                 prefills_alone=turns,
                 exact=self.settings.exact,
                 prefix_bytes=prefix_room(room_bytes()) if turns else None,
             )
 
-        if len(devices) == 1 or Division.of(jax.tree.leaves(nnx.state(model))) is not None:
+        if sharing.devices == 1 or sharing.together:
             return made(model)
-        return SamplerOfCopies(model, devices, len(prompts), made)
+        return SamplerOfCopies(model, devices_of(model), len(prompts), made)
 
     def submit(
         self,
@@ -213,6 +212,11 @@ class Answering(Protocol):
         """
         ...
 
+    @property
+    def on_copies(self) -> bool:
+        """Whether devices that each have the whole weights share the answers."""
+        ...
+
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[SampledTurns], dict[str, float]]:
@@ -237,6 +241,10 @@ class OneTurn:
     @property
     def changes_prompts(self) -> bool:
         return False
+
+    @property
+    def on_copies(self) -> bool:
+        return True
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
@@ -321,6 +329,10 @@ class ToolTurns:
     @property
     def changes_prompts(self) -> bool:
         return self.tools.has_environments
+
+    @property
+    def on_copies(self) -> bool:
+        return True
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.division import share_of
+from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.system.sealed import crc32
@@ -92,7 +92,7 @@ class OwnSamples(BatchSource):
         full = length // document
         self.rows_per_step = math.ceil(documents / full / rows_multiple) * rows_multiple
         self._fill = [] if chosen_length else fill_warning(document, documents, self.rows_per_step, length)
-        self.sampled_rows = SampledRows(longest + most, min(objective.drawing.slots, documents))
+        self.sampled_rows = SampledRows(longest + most, documents, objective.drawing.slots)
         self._plan: SlotPlan | None = None
         self._rows = AnswerRows(self.rows_per_step, length, min(documents, _PLACES * full))
         self._decode, self._ends = decode, sorted(ends)
@@ -213,7 +213,7 @@ class OwnSamples(BatchSource):
         sampler = Sampler(
             model,
             length=longest,
-            most_slots=min(slots, share_of(model, len(row_indices))),
+            most_slots=Sharing.of(model).slots(len(row_indices), slots),
             most_converted=None if self._plan is None else self._plan.converted_layers,
         )
         rows = sampler.run(

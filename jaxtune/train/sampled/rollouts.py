@@ -144,9 +144,11 @@ class SampledAnswers(BatchSource):
             if chosen_length or answering.changes_prompts
             else fill_warning(longest + settings.max_completion_length, answers_per_step, self.rows_per_step, length)
         )
-        at_once = min(settings.slots, answers_per_step * settings.steps_per_generation)
         self.sampled_rows = SampledRows(
-            length if answering.changes_prompts else longest + settings.max_completion_length, at_once
+            length if answering.changes_prompts else longest + settings.max_completion_length,
+            answers_per_step * settings.steps_per_generation,
+            settings.slots,
+            answering.on_copies,
         )
         self._generation: tuple[int, list[Answer]] | None = None
         self._made: tuple[int, Batch] | None = None

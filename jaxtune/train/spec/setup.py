@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.train.config import ModelConfig
 from jaxtune.train.config.file import config_to_dict
-from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.batches import BatchSource, SampledRows
 from jaxtune.train.engine.programs import Engine
 from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.evaluation.answer_metrics import AnswerMetrics
 from jaxtune.train.objectives.loss import aux_losses
 from jaxtune.train.optimizer.optim import ELEMENTWISE, weight_storage
+from jaxtune.train.planning.cost import StepCost
+from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
-from jaxtune.train.planning.plan import residuals_text
+from jaxtune.train.planning.plan import StepPlan, residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.step import StepProgram
@@ -89,32 +93,54 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
 
 
 def with_slots(
-    planner: Planner | ForwardPlanner, model: Decoder, batches: BatchSource, answers: AnswerMetrics | None
+    planner: Planner | ForwardPlanner,
+    sampled: Callable[[], Decoder],
+    batches: BatchSource,
+    answers: AnswerMetrics | None,
 ) -> tuple[dict[str, SlotPlan], AnswerMetrics | None]:
     """({"answers", "generate": plan of the slots of that phase}, answers) by the memory that is free between two steps;
     limits `batches`, too. A slot is a row of the sampler's batch with its caches. {} without a limit or for a trainer
     that only evaluates. ValueError without room for one slot, or if rows exceed the model's positions.
+
+    sampled: the shapes of the model that samples, with shardings.
     """
     plans: dict[str, SlotPlan] = {}
     if planner.budget_bytes is None or not isinstance(planner, Planner):
         return plans, answers
     same_bits = answers is not None and answers.deterministic
-    divided = planner.cost.divided.layer_bytes > 0
     for name, rows, converts in (
-        ("answers", batches.sampled_rows, not divided),
-        ("generate", answers and answers.sampled_rows, not (divided or same_bits)),
+        ("answers", batches.sampled_rows, True),
+        ("generate", answers and answers.sampled_rows, not same_bits),
     ):
         if rows is not None:
-            used_bytes = planner.cost.fixed_bytes(planner.plan.micro_batches) + prefill_bytes(
-                planner.cost, planner.device
+            plans[name] = slots_between(
+                planner.cost, planner.plan, planner.device, planner.budget_bytes, sampled(), rows, converts
             )
-            most = -(-rows.most // planner.cost.shape.devices) if divided else rows.most
-            plans[name] = slots_for(model, planner.budget_bytes - used_bytes, rows.length, most, converts)
     if "answers" in plans:
         batches.limit_slots(plans["answers"])
     if answers is not None and (plan := plans.get("generate")) is not None:
         answers = dataclasses.replace(answers, most_slots=plan.slots, most_converted=plan.converted_layers)
     return plans, answers
+
+
+def slots_between(
+    costs: StepCost,
+    plan: StepPlan,
+    device: Device,
+    budget_bytes: float,
+    model: Decoder,
+    rows: SampledRows,
+    converts: bool = True,
+) -> SlotPlan:
+    """The slots of each device between two steps of a run. Raises as slots_for.
+
+    costs: with everything where the plan has it.
+    model: the shapes of the one that samples, with shardings.
+    converts: whether weights may be converted if the devices allow it.
+    """
+    room = budget_bytes - costs.fixed_bytes(plan.micro_batches) - prefill_bytes(costs, device)
+    sharing = Sharing.of(model, rows.copies)
+    return slots_for(model, room, rows.length, rows.on(sharing), converts and not sharing.together)
 
 
 def profile_facts(
