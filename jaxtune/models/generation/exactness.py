@@ -1,4 +1,4 @@
-"""Which models can be sampled and trained with the same bits (pallas/exact.md)."""
+"""Which models can be sampled and trained with the same bits (pallas/one_order/README.md)."""
 
 from __future__ import annotations
 
