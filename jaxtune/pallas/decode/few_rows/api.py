@@ -86,8 +86,7 @@ def products(
 
     def compare():
         rows, columns = few_sizes.padded(len(x)), 2048 + x.shape[1] % 128
-        size = max(tile.rows, 64)
-        sizes = size, 2 * size, size
+        sizes = tile.rows, 2 * tile.rows, tile.rows
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
         operands = normal_array(0, rows, columns, dtype=x.dtype), weights
         operands = (
@@ -95,9 +94,7 @@ def products(
             few_thin.small_adapters([*loras, None, None][:3] if loras else [], rows, sizes, columns, x.dtype),
         )
         kernel = jax.jit(functools.partial(triton.products_in, tile, in_one_order))
-        return [kernel(*operands).sum(0)], [
-            dispatch.exactly(reference.products)(*in_float32(operands))[0]
-        ]
+        return [kernel(*operands).sum(0)], [dispatch.exactly(reference.products)(*in_float32(operands))[0]]
 
     def first_use():
         call = f"{x.dtype}, {few_sizes.padded(len(x))} rows{few_thin.text(loras)}, {tile}"
