@@ -1,7 +1,7 @@
 """Whether sampler and training forward give a token the same bits with `exact`, and what that takes.
 
     python benchmarks/exact.py --output FILE.json [--layers 4] [--rows 64] [--load-in nf4]
-        [--parts sampled operations usual rates pieces]
+        [--parts sampled operations usual rates]
 
 An 8B's shape with fewer layers, bf16, an adapter of rank 16 on every linear; 64 rows of 200 + 256 tokens.
 
@@ -11,7 +11,6 @@ An 8B's shape with fewer layers, bf16, an adapter of rank 16 on every linear; 64
                  have other bits, the largest difference
     usual        tokens/s of the sampler as usual
     rates        seconds of a training step's forward and backward, with and without
-    pieces       seconds of products and of a step's attention by tiles of programs
 
 Several processes measure beside each other: each holds a lock while it takes times.
 """
@@ -213,85 +212,14 @@ def operations(model: Any, prompts: list[list[int]], answers: list[list[int]]) -
     return table
 
 
-def pieces() -> dict[str, Any]:
-    """Microseconds of one call each, of several over other weights."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxtune.pallas import one_order
-    from jaxtune.pallas.decode.attention import as_trained
-    from jaxtune.pallas.decode.few_rows import attended
-    from jaxtune.pallas.decode.few_rows import triton as few
-    from jaxtune.pallas.one_order import triton as of_many
-    from jaxtune.pallas.quant_matmul import LoraWeights
-
-    found: dict[str, Any] = {}
-
-    def take(name: str, call: Callable[..., Any], calls: list[tuple]) -> None:
-        try:
-            run = jax.jit(lambda calls: [call(*arrays) for arrays in calls])
-            jax.block_until_ready(run(calls))
-            seconds = min(timed(lambda: jax.block_until_ready(run(calls)), 5))
-            found[name] = round(1e6 * seconds / len(calls), 1)
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {str(error)[:200]}"
-        print(f"    {name}: {found[name]}", flush=True)
-
-    def draw(*shape: int) -> jax.Array:
-        return jax.random.normal(jax.random.key(sum(shape)), shape, jnp.bfloat16)
-
-    def lora(columns: int, out: int) -> LoraWeights:
-        return LoraWeights(draw(16, columns), draw(out, 16), None, 2.0)
-
-    tiles = [(64, 128, 4, 4), (64, 128, 4, 5), (32, 128, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (16, 128, 4, 5)]
-    for columns, sizes in ((4096, [4096]), (14336, [4096]), (4096, [4096, 1024, 1024])):
-        calls = [(draw(64, columns), [draw(n, columns) for n in sizes], [lora(columns, n) for n in sizes])] * 4
-        calls = jax.tree.map(lambda a: a + 0, calls)  # arrays of their own
-        shape = f"64 x {columns} x {sum(sizes)}"
-        take(f"{shape}, as usual", lambda x, w, l: few.products(x, w, l), calls)
-        for tile in tiles:
-            take(f"{shape}, {tile}", lambda x, w, l, t=tile: few.products_in(few.Tile(*t), True, x, w, l), calls)
-    calls = [(draw(64, 4096), draw(128256, 4096))]
-    take(
-        "64 x 4096 x 128256, XLA", lambda x, w: jnp.einsum("ni,oi->no", x, w, preferred_element_type=jnp.float32), calls
-    )
-    for tile in ((64, 64, 128, 4, 4), (64, 64, 64, 4, 6), (64, 128, 64, 4, 5)):
-        how: Any = dict(tile=of_many.Tile(*tile), dtype=jnp.float32)
-        take(f"64 x 4096 x 128256, {tile}", lambda x, w, h=how: of_many._product(x, w, None, **h), calls)
-    query, cache = draw(64, 32, 128), draw(64, 8, 512, 128)
-    calls = [(query, cache, cache, jnp.full(64, 330, jnp.int32))] * 4
-    for stages in (2, 3, 4):
-
-        def attend(query, keys, values, before, stages=stages):
-            as_trained._STAGES = stages
-            return as_trained.attended(query[:, None], keys, values, before, scale=0.1)
-
-        take(f"attention of a step, {stages} stages", attend, calls)
-    calls = [(draw(1, 64, 6144), cache, cache, jnp.full(64, 330, jnp.int32))] * 4
-    take("attention of a step, as usual", lambda *a: attended(*a, scale=0.1)[0], calls)
-    many = [(draw(8192, 4096), draw(14336, 4096), draw(8192, 16), draw(14336, 16))]
-    take("8192 x 4096 x 14336, XLA", lambda x, w, u, b: jnp.dot(x, w.T) + jnp.dot(u, b.T), many)
-    for tile in (
-        (128, 256, 64, 8, 4),
-        (128, 256, 64, 8, 3),
-        (256, 128, 64, 8, 4),
-        (128, 128, 64, 8, 4),
-        (128, 128, 64, 4, 4),
-    ):
-        how = dict(tile=of_many.Tile(*tile), dtype=jnp.bfloat16)
-        take(f"8192 x 4096 x 14336, {tile}", lambda x, w, u, b, h=how: of_many._product(x, w, (u, b), **h), many)
-    take("8192 x 4096 x 48", one_order.adapted, [(draw(8192, 4096), draw(48, 4096))])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--load-in")
-    parts = ("sampled", "operations", "usual", "rates", "pieces")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts[:-1]))
+    parts = ("sampled", "operations", "usual", "rates")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--small", action="store_true", help="a shape for a CPU")
     options = parser.parse_args()
     import jax
@@ -330,8 +258,6 @@ def main() -> None:
         say("step, exact", lambda: step_seconds(model, texts, True))
     if "usual" in options.parts:
         say("sampled", lambda: sampled(model, prompts, False))
-    if "pieces" in options.parts:
-        say("pieces", pieces)
     say("seconds", dict)
 
 

@@ -124,7 +124,7 @@ def test_gradients_are_those_of_the_product(argument):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
+WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=128)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,12 @@ WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
     [
         (dict(layers=(LayerSpec(), LayerSpec(window=50))), "layers.1: attention with a window of 50"),
         (dict(moe=MOE), "layers.0: experts"),
-        (dict(activation="gelu"), "layers.0: the activation gelu, on a GPU"),
-        (dict(num_heads=4, head_dim=32), "layers.0: heads of 32 numbers; 64, 128, 256"),
+        (dict(activation="gelu"), "layers.0: the activation gelu, not measured, on a GPU"),
+        (dict(head_dim=64), "layers.0: heads of 64 numbers, not measured"),
+        (dict(qk_norm="head"), "layers.0: norms of heads, not measured"),
+        (dict(attention_sinks=True), "layers.0: sinks, not measured"),
+        (dict(final_soft_cap=3.0), "layers.0: soft caps, not measured"),
+        (dict(qkv_bias=True), "layers.0: biases, not measured"),
         (dict(qk_norm="projection"), "layers.0: attention or a feed-forward that decoding computes operation"),
         ({}, None),
     ],
@@ -144,7 +148,7 @@ def test_what_has_no_kernels_is_refused_on_a_gpu(changes, reason, monkeypatch):
     with dispatch.compile_for((9, 0)):
         found = refusal(model)
         assert found is None if reason is None else found is not None and found.startswith(reason)
-        assert refusal(tiny_model("float32", **WIDE)) == "this GPU: products in float32, which tensor cores round"
+        assert refusal(tiny_model("float32", **WIDE)) == "this GPU: products in float32; measured in bfloat16 alone"
     with dispatch.compile_for((8, 0)):
         assert refusal(model) == "this GPU: measured on Hopper alone (compute capability 9.0)"
 

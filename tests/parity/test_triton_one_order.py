@@ -13,7 +13,7 @@ from triton_interpreter import interpreted
 from jaxtune.pallas import one_order
 from jaxtune.pallas.attention import attention_forward, packed_layout
 from jaxtune.pallas.decode.attention import cache_of, chunk_attention, decode_attention
-from jaxtune.pallas.decode.few_rows import added_norm, placed
+from jaxtune.pallas.decode.few_rows import added_norm, gated_product, placed
 from jaxtune.pallas.gated import activated
 from jaxtune.pallas.normed_heads import normed, normed_heads, rotated
 from jaxtune.pallas.quant_matmul import LoraWeights
@@ -65,6 +65,23 @@ def test_activations_are_rounded_once(activation):
         want = activated(gate.astype(jnp.float32), up.astype(jnp.float32), activation)
     got = activated(gate, up, activation)
     np.testing.assert_allclose(np.float32(got), want, rtol=2**-11 + 1e-5, atol=2e-6)
+
+
+def test_a_gated_product_of_few_rows_has_the_bits_of_many():
+    """Of whole numbers, whose sums are exact."""
+    draw = np.random.default_rng(0)
+    shapes = (5, 256), (128, 256), (128, 256), (4, 256), (128, 4), (4, 256), (128, 4)
+    x, *weights_and_sides = (jnp.asarray(draw.integers(-3, 4, shape), jnp.float16) for shape in shapes)
+    weights, sides = weights_and_sides[:2], weights_and_sides[2:]
+    loras = [LoraWeights(*pair, None, 0.5) for pair in itertools.batched(sides, 2)]
+    apart = [
+        one_order.adapted(x, weight, ((one_order.adapted(x, lora.a).astype(jnp.float32) * 0.5).astype(x.dtype), lora.b))
+        for weight, lora in zip(weights, loras, strict=True)
+    ]
+    got = gated_product(x / 16, *(weight / 16 for weight in weights), "silu", [])
+    plain = [one_order.adapted(x / 16, weight / 16) for weight in weights]
+    np.testing.assert_array_equal(got, activated(*plain, "silu"))
+    np.testing.assert_array_equal(gated_product(x, *weights, "silu", loras), activated(*apart, "silu"))
 
 
 @pytest.mark.parametrize("float32", [True, False])

@@ -1,4 +1,4 @@
-"""Which models can be sampled and trained with the same bits (pallas/exact.md)."""
+"""Which models can be sampled and trained with the same bits (pallas/one_order/README.md)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from jaxtune.models.linear import GatedLora, Linear
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.norm import LayerNorm, RMSNorm
 from jaxtune.pallas import dispatch, one_order
-
-_HEAD_DIMS = (64, 128, 256)  # of the kernels of training's attention and of a decoding step's
 
 
 def require_exact(model: Decoder, where: str) -> None:
@@ -58,12 +56,8 @@ def _of_gpu(model: Decoder) -> str | None:
             reason = f"attention with a window of {spec.window}, whose tiles do not begin with a document"
         elif type(layer.parts["mlp"]) is MoE:
             reason = "experts, whose sums are divided otherwise in decoding"
-        elif layer.parts["mlp"].config.activation not in one_order.triton.ACTIVATIONS:
-            reason = f"the activation {layer.parts['mlp'].config.activation}"
-        elif attention.config.head_dim not in _HEAD_DIMS:
-            reason = f"heads of {attention.config.head_dim} numbers; {', '.join(map(str, _HEAD_DIMS))} have kernels"
-        elif attention.config.qk_norm and spec.rotary is None:
-            reason = "norms of heads that are not rotated"
+        else:
+            reason = _not_measured(layer)
         if reason is not None:
             return f"layers.{index}: {reason}, on a GPU"
         for part, name, matrix in layer.matrices():
@@ -71,6 +65,21 @@ def _of_gpu(model: Decoder) -> str | None:
             if rank > one_order.triton.MOST_RANK:
                 return f"layers.{index}.{part}.{name}: an adapter of rank {rank}; up to {one_order.triton.MOST_RANK}"
     return None
+
+
+def _not_measured(layer: Block) -> str | None:
+    """What of a plain layer has kernels whose bits were not compared on a GPU yet."""
+    config, matrices = layer.parts["mixer"].config, [matrix for _, _, matrix in layer.matrices()]
+    of_mlp = layer.parts["mlp"].config
+    found = {
+        f"the activation {of_mlp.activation}": of_mlp.activation != "silu",
+        f"heads of {config.head_dim} numbers": config.head_dim != 128,
+        "norms of heads": config.qk_norm is not None,
+        "sinks": config.attention_sinks,
+        "soft caps": config.attention_soft_cap is not None or config.final_soft_cap is not None,
+        "biases": any(matrix.bias is not None for matrix in matrices),
+    }
+    return next((f"{name}, not measured" for name, is_there in found.items() if is_there), None)
 
 
 def _of_matrix(matrix: Linear | ExpertLinear) -> str | None:

@@ -156,7 +156,7 @@ def programs(same_choices: bool, many_rows: bool, exact: bool = False) -> Progra
 
     same_choices: every process computes the same bits, and a row has the same bits beside any other rows.
     many_rows: the slots are more than few_rows' kernels multiply (MOST_ROWS).
-    exact: sums in one order (pallas/exact.md), as training with `exact` adds.
+    exact: sums in one order (pallas/one_order/README.md), as training with `exact` adds.
     """
     of = functools.partial(exactly_if, exact)
     of_steps, of_prompts = sampler_options(same_choices, many_rows), prompt_options(same_choices)

@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 def activated(gate, up, activation: str):
-    """activation(gate) * up in gate's dtype, within `exact` (../exact.md) computed in float32 and rounded once.
+    """activation(gate) * up in gate's dtype, within one_order.exact computed in float32 and rounded once.
 
     gate, up: of one shape and dtype. activation: a key of ACTIVATIONS.
     """

@@ -1,4 +1,4 @@
-"""Sums in one order, whatever else a program computes ([exact](../exact.md)): plain JAX on a CPU, kernels on a GPU."""
+"""Sums in one order, whatever else a program computes ([exact](README.md)): plain JAX on a CPU, kernels on a GPU."""
 
 from jaxtune.pallas.one_order import triton
 from jaxtune.pallas.one_order.sums import (

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 
-DTYPES = (jnp.bfloat16, jnp.float16)
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MOST_RANK = 128
 # Rows up to which an operation is a node of a CUDA graph, as those of decoding steps are. Of more, a program does not
 # contain the assembly once for each layer.
@@ -41,7 +40,7 @@ def refusal(dtype) -> str | None:
         return reason
     if dispatch.compute_capability() != (9, 0):
         return "measured on Hopper alone (compute capability 9.0)"
-    return None if dtype in DTYPES else f"products in {jnp.dtype(dtype).name}, which tensor cores round"
+    return None if dtype == jnp.bfloat16 else f"products in {jnp.dtype(dtype).name}; measured in bfloat16 alone"
 
 
 def _call(rows: int):
@@ -120,7 +119,7 @@ def _product(x, weight, adapter, *, tile: Tile, dtype):
 
 
 def activated(gate, up, activation: str) -> jax.Array:
-    """activation(gate) * up in gate's dtype, of one shape, in float32, rounded once. activation: of ACTIVATIONS."""
+    """activation(gate) * up in their dtype, in float32, rounded once. activation: "silu" or "gelu_tanh"."""
     return _activated(gate, up, gate.shape, 0, activation)
 
 
@@ -143,7 +142,7 @@ def _activated(gate, up, shape, columns: int, activation: str) -> jax.Array:
         stages=1,
         SIZE=size,
         COLUMNS=columns,
-        ACTIVATION=ACTIVATIONS[activation],
+        ACTIVATION=_ACTIVATIONS[activation],
         BLOCK=1 << _LEVELS,
     )
     return out

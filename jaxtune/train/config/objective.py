@@ -373,7 +373,7 @@ class ObjectiveConfig:
     exact: Annotated[
         bool | None,
         "Sampler and training compute the same bits of a token's log-probability, which is measured and needs no "
-        "correction (false; a CPU so far).",
+        "correction (false; a CPU, or Hopper).",
     ] = None
     epsilon: Annotated[float | None, "The ratio of probabilities is clipped below at 1 - epsilon (0.2)."] = None
     epsilon_high: Annotated[float | None, "... and above at 1 + epsilon_high (epsilon); cispo's cap itself."] = None

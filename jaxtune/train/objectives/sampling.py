@@ -44,7 +44,7 @@ class Settings:
     """Most answers a device samples at a time; fewer if memory is short."""
 
     exact: bool = False
-    """Sampler and training forward compute the same bits (pallas/exact.md); there is no correction then."""
+    """Sampler and training forward compute the same bits (pallas/one_order/README.md); there is no correction then."""
 
     def __post_init__(self) -> None:
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "slots"):

@@ -78,8 +78,7 @@ def products(
 
     def compare():
         rows, columns = few_sizes.padded(len(x)), 2048 + x.shape[1] % 128
-        size = max(tile.rows, 64)
-        sizes = size, 2 * size, size
+        sizes = tile.rows, 2 * tile.rows, tile.rows
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
         operands = normal_array(0, rows, columns, dtype=x.dtype), weights
         operands = (

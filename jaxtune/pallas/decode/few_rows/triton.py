@@ -60,8 +60,6 @@ _MANY, _MANY_UNEVEN = Tile(128, 64, 8, 6, 128), Tile(64, 64, 4, 4)
 _ADAPTED = Tile(128, 64, 8, 6)
 # Of up to 128 rows of x and columns that are no multiple of 128, such as hidden sizes of 576 and 960.
 _SHALLOW = Tile(64, 64, 4, 6)
-# Of undivided products whose programs would leave half of the multiprocessors idle: twice as many.
-_NARROW = Tile(32, 128, 4, 5)
 # From so many columns on an odd number of 64s has kernels. XLA multiplies fewer as fast, and nearer to training.
 _ODD_COLUMNS = 512
 
@@ -186,15 +184,13 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if divisible else _MANY_UNEVEN
-    programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
-    if one_order.is_exact() and programs <= _MULTIPROCESSORS // 2 and _depth(x.shape[1]) == _NARROW.depth:
-        return _NARROW
     if padded(count) > 64 and padded_rank(loras) and divisible:
         return _ADAPTED
     if _depth(x.shape[1]) == _SHALLOW.depth:
         return _SHALLOW
     if padded(count) > 64:
         return _PLAIN
+    programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
     most = _MULTIPROCESSORS if padded(count) == 16 else ENOUGH - 1
     if _undivided(count, loras, programs) and programs <= most:
         return _FAR_AHEAD
