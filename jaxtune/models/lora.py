@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from jaxtune.models import heads, initial, values
 from jaxtune.models.decoder import Decoder
@@ -309,7 +310,7 @@ def get_peft_model(
     sizes = [(i, selected[name][0], modules[name].sizes[-1]) for i, name in enumerate(selected) if name not in experts]
     rows = first_rows(seed, sizes)
     shapes = [(modules[name].sizes[0], rank) for name, (rank, _) in selected.items() if name not in experts]
-    zeros = initial.zeros(shapes, traced=any(isinstance(row, jax.core.Tracer) for row in rows))
+    zeros = initial.zeros(shapes, traced=any(isinstance(row, Tracer) for row in rows))
     beginnings = zip(rows, zeros, strict=True)
     for number, (name, (rank, alpha)) in enumerate(selected.items()):
         linear = modules[name]
