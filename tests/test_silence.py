@@ -29,7 +29,8 @@ DRIVER = f"""
 import sys, time
 from jaxtune.system import progress, timing
 
-slow = {{"files", "compile accumulate", "compile evaluate", "compile prefill", "step", "sample", "export"}}
+slow = {{"plan costs", "files weights", "step", "sample", "export"}}
+slow |= {{f"compile {{name}}" for name in ("accumulate", "evaluate", "prefill")}}
 push = timing.Recorder.push
 
 def slowly(recorder, phase):
@@ -90,6 +91,8 @@ def require_no_silence(pieces: list[tuple[float, str]]) -> str:
         ("chat", ("reading files",)),
         ("serve", ("reading files",)),
         ("evaluate", ("importing", "compiling evaluate")),
+        ("doctor", ("checking this machine: ", " of 6 checks, compiling ")),
+        ("plan", ("planning: costs of a step", "planning: whether a row of ")),
     ],
 )
 def test_a_command_is_never_silent(command, words, tmp_path):
@@ -102,10 +105,11 @@ def test_a_command_is_never_silent(command, words, tmp_path):
         "chat": [model, "--max-new-tokens", "2"],
         "serve": [model, "--port", "0", "--slots", "1", "--length", "32"],
         "evaluate": [str(recipe), "adapter=null"],
+        "doctor": [],
+        "plan": ["qlora-8b", "--plan", "plan.device=RTX 4090"],
     }[command]
-    output = require_no_silence(
-        watched(COMMAND, [command, *arguments], "http://" if command == "serve" else "", "red\n")
-    )
+    words_of = ["train" if command == "plan" else command, *arguments]
+    output = require_no_silence(watched(COMMAND, words_of, "http://" if command == "serve" else "", "red\n"))
     assert not [word for word in words if word not in output], output
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxtune.commands import common
+from jaxtune.system import timing
 from jaxtune.system.terminal import say
 
 _ROWS, _PROMPT, _NEW = 8, 80, 48  # of the rows that are sampled; their prompts have up to twice as many tokens
@@ -31,6 +32,7 @@ class _Line:
         return f"{text}, by up to {self.largest:.3g}{layer}"
 
 
+@timing.during("check", "exact", "comparing sampler and training")
 def run(options: argparse.Namespace) -> int:
     """Prints how log-probabilities of sampled tokens differ, and then each operation. Returns 1 if anything
     differs although `exact` covers model and device, else 0. ValueError: there is no such model.

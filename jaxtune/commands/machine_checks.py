@@ -8,11 +8,12 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from jaxtune.system import timing
 from jaxtune.system.disk import free_bytes
 from jaxtune.system.extras import install
 from jaxtune.system.invocation import spelled
@@ -40,14 +41,21 @@ def findings(measure: bool = True) -> Iterator[Finding]:
 
     measure: also checks rates on a GPU; they are measured once, in about ten seconds, and cached.
     """
-    yield _packages()
-    card = _nvidia_smi()
-    yield _driver(card)
-    yield from _devices(card)
-    yield from _room()
-    if measure and _on_gpu():
-        yield from _rates()
-    yield _attention()
+    card = functools.cache(_nvidia_smi)
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "packages": lambda: [_packages()],
+        "the driver": lambda: [_driver(card())],
+        "devices": lambda: _devices(card()),
+        "memory and disk": _room,
+        "rates": lambda: _rates() if measure and _on_gpu() else (),
+        "attention": lambda: [_attention()],
+    }
+    with timing.phase("check", words="checking this machine", total=len(checks), unit="checks") as work:
+        for what, check in checks.items():
+            with timing.phase("check", what, f"checking {what}"):
+                found = list(check())
+            yield from found
+            work.advance()
 
 
 def _on_gpu() -> bool:

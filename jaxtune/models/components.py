@@ -4,12 +4,15 @@ the map that it follows.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.decoder import Decoder, Embedding
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.layers.expert_linear import ExpertLinear
@@ -134,17 +137,29 @@ def stored_as(model: Decoder, words: Mapping[str, str], default_format: str | No
         if word in FORMATS:
             name, weight = "weight", module.weight.get_value()
             if not isinstance(weight, Stored):
-                encode = (kept_layout(word) or FORMATS[word]).encode
-                setattr(module, name, module.weight.replace(encode(weight)))
+                if initial.makes_shapes():
+                    encoded = jax.tree.map(lambda shape: shape, _encoded_shapes(weight.shape, weight.dtype, word))
+                else:
+                    encoded = _encode(word)(weight)
+                setattr(module, name, module.weight.replace(encoded))
         elif word is not None:
             for name in ("weight", "bias"):
                 variable = getattr(module, name, None)
                 if variable is not None and not isinstance(variable.get_value(), Stored):
-                    setattr(module, name, variable.replace(variable.get_value().astype(DTYPES[word])))
+                    setattr(module, name, variable.replace(initial.cast(variable.get_value(), DTYPES[word])))
     set_compute(model, resolved_words)
     if packed:
         model.qat = None  # its weights are no longer rounded to that grid
     return model
+
+
+def _encode(word: str) -> Callable[[jax.Array], Stored]:
+    return (kept_layout(word) or FORMATS[word]).encode
+
+
+@functools.cache
+def _encoded_shapes(shape: tuple[int, ...], dtype: jnp.dtype, word: str) -> Stored:
+    return jax.eval_shape(_encode(word), jax.ShapeDtypeStruct(shape, dtype))
 
 
 def common_format(model: Decoder) -> str | None:

@@ -57,6 +57,10 @@ def drawn(draw: Callable[[], jax.Array], shape: tuple[int, ...], dtype) -> jax.A
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if makes_shapes() else draw()  # type: ignore[return-value]
 
 
+def cast(array: jax.Array, dtype) -> jax.Array:
+    return drawn(lambda: array.astype(dtype), array.shape, dtype)
+
+
 def zeros(shapes: Sequence[tuple[int, ...]], traced: bool) -> list[jax.Array]:
     """float32; not traced: from the host, as a program for each shape would take longer."""
     if traced or makes_shapes():

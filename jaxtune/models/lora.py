@@ -332,9 +332,7 @@ def get_peft_model(
         holder = model.embedding if name == "embed_tokens" or model.head is None else model.head
         if isinstance(holder.weight, Frozen):
             holder.original = holder.weight
-            value = holder.original.get_value()
-            whole = initial.drawn(lambda value=value: value.astype(jnp.float32), value.shape, jnp.float32)
-            holder.weight = trained(holder.original, whole)
+            holder.weight = trained(holder.original, initial.cast(holder.original.get_value(), jnp.float32))
     return model
 
 

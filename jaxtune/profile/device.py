@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.profile.data_sheets import data_sheet
+from jaxtune.system import timing
 from jaxtune.system.files import atomic_write
 from jaxtune.system.invocation import spelled
 
@@ -124,6 +125,7 @@ def _seconds(run, *, repeats: int = 5) -> float:
     return sorted(times)[len(times) // 2]
 
 
+@timing.during("check", "rates", "measuring products")
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
     """(TFLOP/s, nvidia-smi's readings under load) of products [size, size] that are launched one behind another."""
     import jax
@@ -150,6 +152,7 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
     return 2 * size**3 * count / seconds / 1e12, power
 
 
+@timing.during("check", "rates", "measuring copies on the device")
 def _copy_tbps(device, num_bytes: int) -> float:
     """TB/s of memory, bytes read plus bytes written."""
     import jax
@@ -163,6 +166,7 @@ def _copy_tbps(device, num_bytes: int) -> float:
     return 2 * num_bytes * count / seconds / 1e12
 
 
+@timing.during("check", "rates", "measuring copies from and to the host")
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
     """(GB/s to each device, GB/s from each) of pinned memory, while all copy at once; (0, 0) without."""
     import jax
@@ -181,6 +185,7 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
     return num_bytes / download_seconds / 1e9, num_bytes / upload_seconds / 1e9
 
 
+@timing.during("check", "rates", "measuring launches")
 def _launch_us(device) -> float:
     """Microseconds between the starts of programs that depend on each other and are too small to take time."""
     import jax

@@ -33,6 +33,7 @@ def heartbeat(silent_seconds: float = SILENT_SECONDS) -> Iterator[None]:
 
     def beat() -> None:
         while not ended.wait(silent_seconds / _LOOKS):
+            timing.follow_imported_jax()
             recorder = timing.current()
             if recorder is not None and (words := doing(recorder.doing(), time.monotonic(), recorder.since)):
                 terminal.say_passing(words, silent_seconds)

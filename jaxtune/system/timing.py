@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -253,6 +255,20 @@ def phase(name: str, part: str = "", words: str = "", total: int = 0, unit: str 
     return Phase(_recorder, name, part, words, total, unit)
 
 
+def during[**P, R](name: str, part: str, words: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function's run a phase."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with phase(name, part, words):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorated
+
+
 def current() -> Recorder | None:
     return _recorder
 
@@ -293,6 +309,13 @@ def imported() -> None:
     """The end of the imports with which a command or a script begins."""
     if _recorder is not None:
         _recorder.pop(_recorder.innermost("import"))
+
+
+def follow_imported_jax() -> None:
+    """`follow_jax`, if JAX is imported by now."""
+    module = sys.modules.get("jax")
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        follow_jax()
 
 
 def follow_jax() -> None:

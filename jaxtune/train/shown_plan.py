@@ -17,6 +17,7 @@ from jaxtune.models.files.quant import require_stated
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, tower_config, weights_stored_in
 from jaxtune.pallas.fitted import planned_for
+from jaxtune.system import timing
 from jaxtune.system.terminal import fitted
 from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
 from jaxtune.train.config.sections import Unset
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _ASSUMED_PROMPT = 512  # tokens of the longest prompt, where rows are not read
 
 
+@timing.during("plan", "", "planning")
 def show_plan(config: TrainConfig, objective: Objective, console: Console) -> None:
     """Prints the plan of a run from shapes alone, for the config's device or this machine's, on a mesh that is chosen
     here if the config names none: placements, memory, time, longest row; then sampling, a teacher's pass, and the run's

@@ -20,10 +20,12 @@ from random_weights import write_checkpoint
 from tiny import CONFIGS, golden_tokens
 
 from jaxtune.models import initial
+from jaxtune.models.components import stored_as
 from jaxtune.models.decoder import Decoder, abstract_decoder
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import FAMILIES, config_from_hf, family, text_config
+from jaxtune.pallas.formats import FORMATS
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 # scope: the tests of a family follow one another, so that one worker loads and compiles it.
@@ -64,6 +66,29 @@ def test_a_model_of_shapes_is_that_of_tracing(name, dtype):
         (graph, state), (its_graph, its_state) = nnx.split(one), nnx.split(other)
         assert graph == its_graph
         assert jax.tree.leaves_with_path(state) == jax.tree.leaves_with_path(its_state)
+
+
+@families
+def test_a_model_of_shapes_is_stored_as_tracing_says(name):
+    """In each format, beside a module in another dtype, or with the same refusal."""
+    model = abstract_decoder(config_from_hf(text_config(CONFIGS[name])), "bfloat16")
+
+    def split(word, traces):
+        stored = functools.partial(stored_as, words={"norms": "fp32"}, default_format=word)
+        try:
+            with initial.as_shapes(not traces):
+                return nnx.split(nnx.eval_shape(stored, model) if traces else stored(model))
+        except ValueError as error:
+            return str(error)
+
+    for word in FORMATS:
+        expected, found = split(word, True), split(word, False)
+        assert isinstance(expected, str) == isinstance(found, str)
+        if isinstance(expected, str):
+            assert found == expected
+        else:
+            assert found[0] == expected[0]
+            assert jax.tree.leaves_with_path(found[1]) == jax.tree.leaves_with_path(expected[1])
 
 
 @families

@@ -6,6 +6,7 @@ their keys.
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import functools
 import hashlib
@@ -15,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 
@@ -28,10 +28,8 @@ _BEGINNING_SECONDS = 120.0  # of a process; what it loads later is not loaded ah
 _MOST = 16  # programs
 
 
-class Executable(NamedTuple):
-    entry: dict[str, Any]  # as `kept` describes it
-    loaded: Any  # of XLA
-    devices: Any
+# Of XLA, with its entry, as `kept` describes it, and a list of its devices.
+Executable = collections.namedtuple("Executable", "entry loaded devices")
 
 
 class _Process:
@@ -62,7 +60,7 @@ def _load(future: Future[Executable | None], key: str, cache: ProgramCache, devi
         future.set_exception(error)
 
 
-def load(entry: dict[str, Any], cache: ProgramCache, devices: Sequence) -> Executable | None:
+def load(entry: Mapping, cache: ProgramCache, devices: Sequence) -> Executable | None:
     """The executable of an entry; None if it is gone. Raises what JAX, XLA or a compressor raises."""
     if (compressed := cache.get(entry["executable"])) is None:
         return None

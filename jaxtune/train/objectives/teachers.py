@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import jax
 from flax import nnx
 
+from jaxtune.models import initial
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.components import stored_as
 from jaxtune.models.config import Source
-from jaxtune.models.decoder import Decoder
+from jaxtune.models.decoder import Decoder, abstract_decoder
 from jaxtune.models.files.model_folder import find_config, load_tokenizer
 from jaxtune.models.files.quant import parameters, require_stated, stored_in
 from jaxtune.models.generation.pictures import processor_of
@@ -116,11 +117,8 @@ def shapes_of(path: str, dtype: str, load_in: str | None, pictures: bool = False
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
     tower = tower_config(hf) if pictures else None
 
-    def make() -> Decoder:
-        model = Decoder(shape, jax.random.key(0), dtype, tower)
-        return freeze(stored_as(model, {}, load_in))
-
-    return nnx.eval_shape(make)
+    with initial.as_shapes():
+        return freeze(stored_as(abstract_decoder(shape, dtype, tower), {}, load_in))
 
 
 def open_teacher(objective: ObjectiveConfig, dtype: str, pictures: bool = False) -> Pretrained | None:

@@ -28,6 +28,7 @@ from jaxtune.models.stack.residual_plan import residuals_of
 from jaxtune.models.stack.stack_layers import keeps_low_rank
 from jaxtune.models.vision.tower import Tower
 from jaxtune.pallas.linear_cross_entropy import fills_up
+from jaxtune.system import timing
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.config.tower import with_trained_parts
 from jaxtune.train.objectives.objective import RunNeeds
@@ -93,6 +94,7 @@ class StepCost(StepParts):
         return costs
 
 
+@timing.during("plan", "costs", "planning: costs of a step")
 def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
     """The costs of a step of `model`, which may be abstract."""
     optim, precision, adapts, needs = spec.optim, spec.model.precision, spec.model.adapts, spec.needs
@@ -366,16 +368,17 @@ def _segment_costs(kinds: list[LayerKind], dtype) -> tuple[SegmentCost, ...]:
     return tuple(costs)
 
 
+@timing.during("plan", "shapes", "planning: shapes of the model")
 def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
     """The model as shapes. Reads the config.json of a teacher."""
     base, precision = spec.base, spec.precision
 
     model = abstract_decoder(shape, precision.dtype, spec.tower)
-    if base.load_in is not None or precision.components:
-        model = nnx.eval_shape(lambda model: stored_as(model, precision.components, base.load_in), model)
-    if base.compute == "fp8":
-        model = compute_in_fp8(model)
     with initial.as_shapes():
+        if base.load_in is not None or precision.components:
+            model = stored_as(model, precision.components, base.load_in)
+        if base.compute == "fp8":
+            model = compute_in_fp8(model)
         model = with_trained_parts(with_head(model, spec.head), base, spec.adapter, spec.seed)
     return with_teacher(model, teacher_shapes(spec.objective, precision.dtype, spec.tower is not None))
 

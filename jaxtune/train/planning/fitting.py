@@ -10,6 +10,7 @@ import numpy as np
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.stack.residual_plan import ResidualPlan
+from jaxtune.system import timing
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.planning.choice import (
@@ -85,10 +86,11 @@ def fitting_settings(
     for text, option in options:
         key = text.split("=")[0]
         if len(changes) < most and not any(earlier.split("=")[0] == key for earlier in changes):
-            try:
-                choose(parts_of(option), option, device, budget_bytes)
-            except ValueError:
-                continue
+            with timing.phase("plan", "settings", f"planning: whether it fits with {text}"):
+                try:
+                    choose(parts_of(option), option, device, budget_bytes)
+                except ValueError:
+                    continue
             changes.append(text)
     if len(changes) < most:
         changes.append(f"a card of {card_gb(smallest_plan(parts_of(spec), spec, device).peak_bytes):.1f} GB")
@@ -144,10 +146,14 @@ def longest_row(costs: StepCost, spec: StepSpec, device: Device, budget_bytes: f
             return False
         return True
 
+    def tried(length: int) -> bool:
+        with timing.phase("plan", "longest row", f"planning: whether a row of {length:,} tokens fits"):
+            return fits(length)
+
     low, high = 0, 1
-    while high < 4096 and fits(high * step):
+    while high < 4096 and tried(high * step):
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
+        low, high = (middle, high) if tried(middle * step) else (low, middle)
     return low * step

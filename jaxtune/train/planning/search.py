@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jaxtune.system import timing
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
@@ -103,6 +104,7 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
     return least if len(failed) == 1 else least / max(max(ratios) / min(ratios), _DIFFER)
 
 
+@timing.during("plan", "search", "planning: what is kept and what is computed again")
 def next_plan(
     costs: StepCost, spec: StepSpec, device: Device, room: Room, failed: Sequence[Failed] = ()
 ) -> tuple[Forecast, bool]:
