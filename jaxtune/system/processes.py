@@ -69,9 +69,9 @@ _calls, _points, _meetings = itertools.count(), itertools.count(), itertools.cou
 
 
 @contextlib.contextmanager
-def _exchange(client: Any, kind: str, numbers: Iterator[int] = _calls) -> Iterator[str]:
+def _exchange(kind: str, numbers: Iterator[int] = _calls) -> Iterator[str]:
     """With what the keys of an exchange begin; the service forgets them when every process has left the context."""
-    keys = f"jaxtune/{kind}/{next(numbers)}/"
+    client, keys = service_client(), f"jaxtune/{kind}/{next(numbers)}/"
     try:
         yield keys
     finally:
@@ -84,7 +84,7 @@ def all_of(value: Any) -> list[Any]:
     client = service_client()
     if client is None:
         return [value]
-    with _exchange(client, "all") as keys:
+    with _exchange("all") as keys:
         client.key_value_set(f"{keys}{index()}", json.dumps(value))
         return [json.loads(_get(client, f"{keys}{process}")) for process in range(count())]
 
@@ -99,7 +99,7 @@ def all_within(value: object, seconds: float) -> list[Any] | None:
     from jax.errors import JaxRuntimeError
 
     deadline, values = time.monotonic() + seconds, []
-    with _exchange(client, "all") as keys:
+    with _exchange("all") as keys:
         client.key_value_set(f"{keys}{index()}", json.dumps(value))
         while len(values) < count():
             try:
@@ -119,11 +119,11 @@ def of_first(value: Callable[[], Any]) -> Any:
     return _of_first("first", _calls, value)
 
 
-def _of_first(kind: str, numbers: Iterator[int], value: Callable[[], Any]) -> Any:
+def _of_first[T](kind: str, numbers: Iterator[int], value: Callable[[], T]) -> T:
     client = service_client()
     if client is None:
         return value()
-    with _exchange(client, kind, numbers) as keys:
+    with _exchange(kind, numbers) as keys:
         if first():
             try:
                 sent = json.dumps([None, value()])
@@ -183,7 +183,7 @@ def meet(
       due: whether a save is due; asked in the first process.
     """
     client, has_reported = service_client(), False
-    with _exchange(client, "meet", _meetings) as keys:
+    with _exchange("meet", _meetings) as keys:
         while True:
             if not has_reported and future.done():
                 has_reported = True
@@ -289,7 +289,7 @@ def written_by_first(path: Path) -> Iterator[Path]:
     if client is None:
         yield path
         return
-    with _exchange(client, "written") as keys:
+    with _exchange("written") as keys:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 yield path if first() else Path(folder) / path.name
