@@ -163,7 +163,8 @@ def gated_product(
         both = products(x, (gate, up), loras)[0]
         if one_order.runs_kernels():
             return one_order.triton.activated_halves(both, activation)
-        return gated.activated(*jnp.split(both, 2, axis=1), activation)
+        gate, up = jnp.split(both, 2, axis=1)
+        return gated.activated(gate, up, activation)
     implementation_name = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
     if implementation_name == "reference" and not implementation and len(x) > triton.MOST_ROWS:
         gate, up = reference.each_product(x, (gate, up), loras)
