@@ -126,5 +126,6 @@ def test_rows_are_inserted_where_the_cache_is():
 def test_the_kernel_in_the_order_of_training_compiles_for_an_h200(dim, group):
     where = H200.sharding()
     with H200.lowering():
-        lowered = jax.jit(lambda *a: as_trained.decode(*a, scale=0.1)).lower(*arguments(dim, group, where))
+        run = jax.jit(lambda query, *others: as_trained.attended(query[:, None], *others, scale=0.1))
+        lowered = run.lower(*arguments(dim, group, where))
         assert lowered.compile().as_text().count("__gpu$xla.gpu.ptx") == 1
