@@ -33,6 +33,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
 from jaxtune.models.generation.requests import Constraint, PromptPictures, text_of
 from jaxtune.system import files, terminal
+from jaxtune.system.files import read_text
 from jaxtune.system.terminal import fitted, say
 
 if TYPE_CHECKING:
@@ -191,16 +192,18 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Rows of a JSONL file of prompts; blank lines are allowed at the end only.
+    """Rows of a JSONL file of prompts; blank lines are skipped.
 
     ValueError: a line is no object, has not exactly one prompt, or has a column that is added; no rows; no UTF-8.
     """
     rows = []
     try:
-        text = file.read_text(encoding="utf-8").rstrip()
+        text = read_text(file)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8: {error}") from None
-    for number, line in enumerate(text.split("\n") if text else [], 1):
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:

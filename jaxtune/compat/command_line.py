@@ -12,12 +12,12 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import yaml
 
 from jaxtune.compat.settings import SFTConfig
+from jaxtune.system.files import read_text
 from jaxtune.system.terminal import say
 
 type DataClass = object  # of a script's dataclass
@@ -98,7 +98,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         return configs
 
     def parse_json_file(self, json_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
-        return self.parse_dict(json.loads(Path(json_file).read_text(encoding="utf-8")), allow_extra_keys)
+        return self.parse_dict(json.loads(read_text(json_file)), allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike, allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
         return self.parse_dict(_yaml(yaml_file), allow_extra_keys)
@@ -189,7 +189,7 @@ class TrlParser(HfArgumentParser):
 
 
 def _yaml(path: str | os.PathLike) -> dict[str, object]:
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    values = yaml.safe_load(read_text(path))
     if not isinstance(values, dict):
         raise ValueError(f"{os.fspath(path)}: must be a YAML mapping of options")
     return values

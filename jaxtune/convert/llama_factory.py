@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxtune.convert import common, factory_templates
 from jaxtune.convert.translation import Translation
+from jaxtune.system.files import read_text
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.sections import OPTIMIZERS
 
@@ -188,7 +189,7 @@ def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
         path = base / name / "dataset_info.json"
         if path.is_file():
             try:
-                entries = json.loads(path.read_text(encoding="utf-8"))
+                entries = json.loads(read_text(path))
             except ValueError as error:
                 raise ConfigError(f"{path} is no JSON: {error}") from None
             if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):

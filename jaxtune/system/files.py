@@ -25,7 +25,12 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 _REPLACED = re.compile(r"\.(.+)\.\d+-[0-9a-f]{8}\.replaced\.tmp")
 
 
-# ---- writing
+# ---- reading and writing
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """A user's file in UTF-8, without the mark that editors on Windows put before it. OSError, UnicodeDecodeError."""
+    return Path(path).read_text(encoding="utf-8-sig")
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
+from jaxtune.system.files import read_text
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import DEFAULT_OUTPUT, SHORTHANDS, ConfigError, TrainConfig
 from jaxtune.train.config.elsewhere import program_of
@@ -159,7 +160,7 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
     origins: receives {dotted key: "file:line"}.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read recipe {path}: {error}") from None
     values = _parse_yaml(text, str(path), origins)

@@ -38,6 +38,7 @@ from jaxtune.conversations.tokenizing import (
     tokenize_pieces,
     with_beginning,
 )
+from jaxtune.system.files import read_text
 from jaxtune.train.data.rendering.conversations import GENERATION_MARK, SENTINEL, Conversations
 from jaxtune.train.data.rendering.formats import Example, strings
 from jaxtune.train.data.rendering.markers import Markers
@@ -138,7 +139,7 @@ def resolve_template(tokenizer: Tokenizer, template: str | None, tools: object =
     path = Path(template).expanduser()
     if path.suffix == ".jinja":
         try:
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         except FileNotFoundError:
             raise SetupError(f"data.template={template}: no such file") from None
         except (OSError, UnicodeDecodeError) as error:
