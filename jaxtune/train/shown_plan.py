@@ -81,7 +81,9 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
         longest = _ASSUMED_PROMPT + packed.max_completion_length
         open_length = isinstance(config.data.length, Unset)
         answers = spec.rows * packed.steps_per_generation
-        sampled = SampledRows(longest if open_length else spec.length, answers, packed.slots, copies=True)
+        sampled = SampledRows(
+            longest if open_length else spec.length, answers, packed.slots, config.objective.rollout_func is None
+        )
         if open_length:
             length, rows = packed_shape(longest, spec.rows, (sharing or 1) * (config.micro_batches or 1))
             spec = replace(spec, rows=rows, length=length)

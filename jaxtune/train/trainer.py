@@ -88,7 +88,7 @@ class Trainer:
       profile: folder for a profile of config.profile.steps steps, or 3; None: `profile` in the output folder, if config
       asks for one.
       keeps_model: False: tensors of `model` are freed if nobody else has them.
-      weights: a future of the model, if `model` has shapes; awaited after compiling.
+      weights: a future of waiting.Handover(model), if `model` has shapes; awaited after compiling.
       objective: replaces config.objective.
       optimizer: an optax transformation in place of config.optim, after clipping.
       schedule: learning rate by updates made (from 0), in place of config.schedule; only shown with an `optimizer`.

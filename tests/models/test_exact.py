@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune import Decoder, Sampler
-from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.config import LayerSpec, MoEConfig, RopeConfig
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation.differences import differences
-from jaxtune.models.generation.exactness import refusal
+from jaxtune.models.generation.exactness import refusal, require_exact
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.pallas import compat, dispatch, one_order
 
@@ -164,3 +165,28 @@ def test_what_has_no_kernels_is_refused_on_a_gpu(changes, reason, monkeypatch):
 def test_what_is_not_covered_is_refused_by_name(model, reason):
     with pytest.raises(ValueError, match=f"Sampler: exact: .*{reason}"):
         Sampler(model(), 1, 64, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        (dict(norm_offset=1.0), "a RMSNorm that trains"),
+        (dict(float32_norm=True), "a RMSNorm that trains"),
+        (dict(attention_sinks=True), "a Attention that trains"),
+        (dict(moe=dataclasses.replace(MOE, router_bias=True)), "a Router that trains"),
+    ],
+)
+def test_masters_that_a_forward_reads_unrounded_are_refused(changes, reason):
+    """A sampler of all trained weights has them rounded."""
+    model = tiny_model("bfloat16", **(SHAPE | changes))
+    require_exact(adapted_model(model, r=4, lora_alpha=8), "objective", trains=True)
+    require_exact(tiny_model("float32", **(SHAPE | changes)), "objective", trains=True)
+    with contextlib.nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
+        require_exact(model, "objective", trains=True)
+
+
+def test_factors_that_change_with_the_length_are_refused():
+    factors = (1.0,) * (SHAPE["head_dim"] // 2)
+    rope = RopeConfig(kind="longrope", short_factor=factors, long_factor=factors)
+    assert refusal(tiny_model(**(SHAPE | dict(rotary=(rope,))))) == "longrope, whose factors change with a row's length"

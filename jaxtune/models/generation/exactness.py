@@ -12,15 +12,21 @@ from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.layers.experts import MoE
 from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.routers import Router
 from jaxtune.models.linear import GatedLora, Linear
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.norm import LayerNorm, RMSNorm
 from jaxtune.pallas import dispatch, one_order
 
 
-def require_exact(model: Decoder, where: str) -> None:
-    """ValueError if `exact` does not cover the model or the device, with what it is that differs."""
-    if (reason := refusal(model)) is not None:
+def require_exact(model: Decoder, where: str, trains: bool = False) -> None:
+    """ValueError if `exact` does not cover the model or the device, with what it is that differs. trains: the sampler
+    follows a training of the model.
+    """
+    reason = refusal(model)
+    if reason is None and trains:
+        reason = _of_masters(model)
+    if reason is not None:
         raise ValueError(f"{where}: exact: {reason}")
 
 
@@ -30,6 +36,8 @@ def refusal(model: Decoder) -> str | None:
         return reason
     if model.vision is not None or model.per_layer is not None:
         return "the model reads pictures, or has embeddings for each layer"
+    if any(rope.kind == "longrope" for rope in model.config.rotary):
+        return "longrope, whose factors change with a row's length"
     if has_adapter(model) and model.weight_dtype != jnp.dtype(model.dtype):
         return f"training computes in {model.dtype} over weights in {model.weight_dtype}, in which sampling computes"
     for index, layer in enumerate(model.layers):
@@ -41,6 +49,21 @@ def refusal(model: Decoder) -> str | None:
     norms = [module for _, module in nnx.iter_modules(model) if isinstance(module, RMSNorm | LayerNorm)]
     if any(isinstance(norm, LayerNorm) or norm.compute is not None for norm in norms):
         return "a LayerNorm, or a norm with a dtype of its own"
+    return None
+
+
+def _of_masters(model: Decoder) -> str | None:
+    """What trains as float32 numbers that a forward reads before they are rounded as the sampler's are."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, RMSNorm) and module.float32:
+            weight: object = module.weight
+        elif isinstance(module, Attention):
+            weight = module.sinks
+        else:
+            weight = module.bias if isinstance(module, Router) else None
+        if isinstance(weight, nnx.Param) and weight.get_value().dtype != jnp.float32:
+            name = ".".join(map(str, path))
+            return f"{name}: a {type(module).__name__} that trains and is read in float32; train an adapter"
     return None
 
 

@@ -1,5 +1,5 @@
-"""Attention in the order of ordered.py, in plain JAX: a query adds tiles of KEYS keys from its document's start in
-ascending order, with an online softmax (arXiv 2205.14135) whose weights are rounded to the values' dtype before they
+"""Attention in the order of one_order/sums.py, in plain JAX: a query adds tiles of KEYS keys from its document's start
+in ascending order, with an online softmax (arXiv 2205.14135) whose weights are rounded to the values' dtype before they
 multiply. A tile without a visible key changes nothing, so neither padding nor capacity matters.
 """
 

@@ -128,10 +128,9 @@ def heads_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     HALF: tl.constexpr = DIM // 2
     token, columns = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
-    real = columns < HALF
     offsets = (token * HEADS + tl.program_id(1)) * DIM + columns
-    low = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
-    high = tl.load(x + offsets + HALF, mask=real, other=0.0).to(tl.float32)
+    low = tl.load(x + offsets).to(tl.float32)
+    high = tl.load(x + offsets + HALF).to(tl.float32)
     angles = token * HALF + columns
     low, high = normed_and_rotated_head(
         low, high, weight, cos, sin, columns, angles, NORMS, 1, EPS, OFFSET, FLOAT32, DTYPE

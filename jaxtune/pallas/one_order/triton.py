@@ -161,15 +161,15 @@ def normed(x, weight, eps: float, offset: float, float32: bool) -> jax.Array:
     rows = x.reshape(-1, size)
     _, out, *_ = _call(len(rows))(
         triton_kernels.added_norm_kernel,
-        (rows, jnp.zeros((1, *rows.shape), x.dtype), weight),
-        [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (rows.shape, rows.shape, (1,), (1,))],  # two are not written
+        (rows, rows, weight),
+        [jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((1,), rows.shape, (1,), (1,))],  # three are not written
         (len(rows),),
         warps=norm_warps(size),
         stages=1,
         COUNT=len(rows),
         SIZE=size,
         WIDTH=1 << (size - 1).bit_length(),
-        SPLITS=1,
+        SPLITS=0,
         EPS=float(eps),
         OFFSET=float(offset),
         FLOAT32=int(float32),

@@ -72,6 +72,7 @@ class SampledRows:
     length: int
     """Most tokens of a row, prompt included."""
     count: int
+    """Rows on all devices."""
     most: int
     """Of them on a device at a time."""
     copies: bool = False

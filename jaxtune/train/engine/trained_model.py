@@ -155,8 +155,9 @@ class TrainedModel:
         """Waits for weights that a thread loads, and takes them; raises what loading raised."""
         if self._weights is not None:
             with timing.phase("wait", "weights"):
-                self._hold(self._weights.result().take())
+                model = self._weights.result().take()
             self._weights = None
+            self._hold(model)
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """(state, sums, frozen) of a new run on the mesh; the given trained tensors stay, as `begin` does not keep

@@ -247,7 +247,7 @@ class GRPO(Declared):
         `exact` for what it does not cover.
         """
         if self.settings.exact:
-            require_exact(model, "objective")
+            require_exact(model, "objective", trains=True)
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:

@@ -41,6 +41,7 @@ def as_trained_kernel(
     OWN: tl.constexpr = HEADS // KV_HEADS
     first = tl.load(before + row)
     length = tl.where(first < 0, 0, first + (token - row * TOKENS).to(tl.int32) + 1)
+    length = tl.minimum(length, CAPACITY)  # tokens of padding are behind the cache
     heads = (token * HEADS + head * OWN) * DIM
     cache = (row * KV_HEADS + head) * CAPACITY * DIM
     members = tl.arange(0, GROUP)

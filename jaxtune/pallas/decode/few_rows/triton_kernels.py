@@ -303,7 +303,7 @@ def added_norm_kernel(
     BLOCK: tl.constexpr,
 ):
     """added = x + the sum of partial_sums, which is rounded first; normed = the RMS norm of added as rounded. Grid:
-    (COUNT,).
+    (COUNT,). SPLITS 0: added is x, and is not written.
 
     ROUNDS: normed in e4m3 too, as triton_parts.rounded_row writes it: codes, scales, BLOCK; else these are None.
 
@@ -312,16 +312,17 @@ def added_norm_kernel(
       FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: the normed numbers are, too.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     real = columns < SIZE
     offsets = row * SIZE + columns
     # Read before the sum over the row, for which a program waits.
     factors = tl.load(weight + columns, mask=real, other=0.0)
     stream = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
-    stream += _sum(partial_sums, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
-    stream = stream.to(DTYPE).to(tl.float32)
-    tl.store(added + offsets, stream.to(DTYPE), mask=real)
+    if SPLITS > 0:
+        stream += _sum(partial_sums, offsets, real, COUNT * SIZE, SPLITS, DTYPE)
+        stream = stream.to(DTYPE).to(tl.float32)
+        tl.store(added + offsets, stream.to(DTYPE), mask=real)
     stream = stream * tl.rsqrt(tl.sum(stream * stream) / SIZE + EPS)
     stream = _times_weight(stream, factors, OFFSET, FLOAT32, DTYPE)
     tl.store(normed + offsets, stream.to(DTYPE), mask=real)
