@@ -1,12 +1,8 @@
-"""Prints the table of docs/memory.md: models whose weights stream, by card, as forecast, and as measured where
-benchmarks/results/streamed_once.json has such a run. In two minutes of a core: python -m scripts.streamed_plans
+"""Prints the table of docs/memory.md: forecasts of models whose weights stream, by card. In two minutes of a core:
+python -m scripts.streamed_plans
 """
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 from benchmarks.shapes import PUBLISHED, SHAPES
 from jaxtune.models.registry import config_from_hf
@@ -19,7 +15,6 @@ from jaxtune.train.planning.step_spec import StepSpec
 
 LENGTH, RANK, EXPERTS_RANK = 2048, 16, 2
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-RUNS = Path(__file__).parents[1] / "benchmarks" / "results" / "streamed_once.json"
 # Name, name of its shape, format of its weights, rows a step, whether experts have adapters, rank.
 MODELS = (
     ("Llama-3.1-8B, bf16", "llama-3.1-8b", None, 8, False, RANK),
@@ -65,33 +60,14 @@ def cell(
     return f"{best.tokens_per_second:,.0f}" + (f" ({level} of {shape.num_layers})" if level else "")
 
 
-def measured(runs: list[dict[str, Any]], shape: str, load_in: str | None, rows: int, gib: float | None) -> str:
-    """What the last such run of an H200 took, in words for a cell; "" without one."""
-    asked = {
-        "shape": shape.rpartition("/")[2],
-        "load_in": load_in or "bf16",
-        "rows_per_step": rows,
-        "length": LENGTH,
-        "card_gib": gib,
-    }
-    found = [run["tokens_per_second"] for run in runs if all(run.get(key) == value for key, value in asked.items())]
-    return f", measured {found[-1]:,.0f}" if found else ""
-
-
 def main() -> None:
-    record = json.loads(RUNS.read_text())
-    runs = [run for run in record["runs"] if "tokens_per_second" in run]
     names = [
         f"{card}{f' as {gib:g} GiB' if gib else ''}, {host_gb:g} GB of host memory" for card, gib, host_gb in CARDS
     ]
     print("| | " + " | ".join(names) + " |\n|" + "---|" * (len(CARDS) + 1))
     for name, shape, load_in, rows, experts, rank in MODELS:
         hf = PUBLISHED[shape] if shape in PUBLISHED else SHAPES[shape]
-        cells = [
-            cell(hf, load_in, rows, experts, rank, card, gib, host_gb)
-            + (measured(runs, shape, load_in, rows, gib) if card in record["device"] else "")
-            for card, gib, host_gb in CARDS
-        ]
+        cells = [cell(hf, load_in, rows, experts, rank, card, gib, host_gb) for card, gib, host_gb in CARDS]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
