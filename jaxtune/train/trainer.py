@@ -321,8 +321,8 @@ class Trainer:
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
-        """Compiles and makes the steps: (last state, steps done). Interrupted, TrainingInterrupted or
-        TrainingStopped.
+        """Compiles and makes the steps: (last state, steps done); a complete run makes a missing
+        evaluation alone. Interrupted before the steps, TrainingInterrupted in them, TrainingStopped by a guard.
         """
         config = self.config
         traced = self.profile_steps if processes.first() else 0
@@ -499,7 +499,9 @@ class Trainer:
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
-        """Held-out metrics; {} if there are only questions, ValueError without rows."""
+        """Held-out metrics; {} if there are only questions, ValueError without rows. Without `trains` a smaller plan
+        follows if a pass does not fit.
+        """
         if (batches := self.eval_batches) is None:
             if self.answers is not None:
                 return {}
@@ -550,7 +552,9 @@ class Trainer:
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
-        """(state, steps done) of the checkpoint to continue from; (None, 0) without one. ValueError."""
+        """(state, steps done) of the checkpoint to continue from; (None, 0) without one. ValueError for another run's
+        folder, a missing `from_step`, or checkpoint.resume = never.
+        """
         if from_step is None and processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, config_to_dict(self.config))
             return None, 0

@@ -64,7 +64,7 @@ def products(
         million numbers.
       weights: [out_i, in] each, in x's dtype.
       loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T, or by its gate; "triton"
-        supports ranks up to 64. ValueError for DoRA.
+        supports ranks up to 64. Arrays in another dtype are cast in each call. ValueError for DoRA.
       implementation: "triton" (16-bit floats on Hopper, multiples of 64 rows and 128 columns, or 64 from 512 on),
         "reference" (jnp; one split if requested), or None: the first that supports the call.
     """

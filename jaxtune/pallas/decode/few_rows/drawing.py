@@ -115,7 +115,11 @@ def chosen_token(
 
 
 def reference_chosen_token(logits, vocab_size: int, temperature, logprob_temperature, uniform, masks=None):
-    """chosen_token in plain JAX, which defines it."""
+    """chosen_token in plain JAX, which defines it: (tokens, log-probabilities, largest logits, log sums), [N] each.
+
+    logits: [N, vocab_size or more]. temperature, logprob_temperature: float32[N], above 0.
+    uniform: float32[N] from 0 to 1; negative or None: the most likely token.
+    """
     logits = logits[:, :vocab_size].astype(jnp.float32)
     scores = logits if masks is None else masked(logits, masks)
     token = likeliest = scores.argmax(-1).astype(jnp.int32)
