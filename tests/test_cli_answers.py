@@ -156,6 +156,8 @@ def test_a_kill_leaves_whole_lines(model):
         ('{"messages": 3}\n', "prompts.jsonl:1: messages: the conversation is not a list of turns but int"),
         ('{"messages": null}\n', "prompts.jsonl:1: messages: the conversation is not a list of turns but NoneType"),
         ('{"messages": []}\n', "prompts.jsonl:1: 'messages' has no message to answer"),
+        ('\n{"prompt": "w1"}\n \n{"prompt": 3}\n', "prompts.jsonl:4: prompt: the conversation is not a list of turns"),
+        ('\n{"prompt": "w1"}\n\n' + json.dumps({"prompt": "w1 " * 60}), "prompts.jsonl:4: the prompt of 62 tokens"),
         (json.dumps({"prompt": "w1 " * 60}), "62 tokens and --max-new-tokens 5 are more than the model's 64 positions"),
     ],
 )

@@ -45,11 +45,11 @@ def test_a_model_without_a_tower_refuses_them_by_name(tmp_path, capsys, monkeypa
     template = "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}w8"
     jaxtune.save_pretrained(tiny_model(), tmp_path / "model", tokenizer=word_tokenizer(template))
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": "w1", "images": ["a.png"]}) + "\n")
+    rows.write_text(json.dumps({"prompt": "w1"}) + "\n\n" + json.dumps({"prompt": "w1", "images": ["a.png"]}) + "\n")
     model, why = str(tmp_path / "model"), r"pictures of a 'llama' model are not supported"
     for flags, name in (
         (["--prompt", "w1", "--image", "a.png"], "--image has pictures"),
-        (["--prompts", str(rows), "--output", str(tmp_path / "out.jsonl")], "rows.jsonl:2 has pictures"),
+        (["--prompts", str(rows), "--output", str(tmp_path / "out.jsonl")], "rows.jsonl:3 has pictures"),
     ):
         assert cli.main(["generate", model, *flags]) == 2
         told = capsys.readouterr().err

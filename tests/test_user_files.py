@@ -26,7 +26,7 @@ def _read_options(path, kind):
 READERS = {
     "prompts.jsonl": (
         '{"prompt": "a"}\n\n{"prompt": "b"}\n',
-        lambda path: [r["prompt"] for r in answers.read_rows(path)],
+        lambda path: [(number, row["prompt"]) for number, row in answers.read_rows(path).items()],
     ),
     "recipe.yaml": ("steps: 3\nseed: 1\n", read_values),
     "chat.jinja": (

@@ -89,12 +89,13 @@ def answer_file(
     from jaxtune.models.generation.prefixes import worthwhile_bytes
     from jaxtune.models.generation.sampler import Sampler
 
-    rows = read_rows(prompts)
-    asked = [
-        prompt_of(row, tokenizer, raw, f"{prompts}:{number}", template_arguments, pictures)
-        for number, row in enumerate(rows, 1)
-    ]
-    _require_room(model, asked, max_new_tokens, prompts)
+    row_by_line = read_rows(prompts)
+    asked_by_line = {
+        number: prompt_of(row, tokenizer, raw, f"{prompts}:{number}", template_arguments, pictures)
+        for number, row in row_by_line.items()
+    }
+    _require_room(model, asked_by_line, max_new_tokens, prompts)
+    rows, asked = list(row_by_line.values()), list(asked_by_line.values())
     total = len(rows) * num_answers
     with open(output, "ab+", buffering=0) as file:
         if not files.hold(file.fileno()):
@@ -135,10 +136,10 @@ def answer_file(
     _note(f"{len(indices):,} answers of {speed}: {output}")
 
 
-def _require_room(model: Decoder, asked: Sequence[Prompt], max_new_tokens: int, file: Path) -> None:
-    """ValueError for a prompt of the file whose answer may not fit the model's positions."""
+def _require_room(model: Decoder, asked: Mapping[int, Prompt], max_new_tokens: int, file: Path) -> None:
+    """ValueError for a prompt, by its line of the file, whose answer may not fit the model's positions."""
     positions = model.config.context_length
-    for number, prompt in enumerate(asked, 1):
+    for number, prompt in asked.items():
         if len(prompt.ids) + max_new_tokens > positions:
             raise ValueError(
                 f"{file}:{number}: the prompt of {len(prompt.ids)} tokens and --max-new-tokens {max_new_tokens} are "
@@ -191,12 +192,12 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
                 reasons[numbers[piece.request]] = piece.finish_reason
 
 
-def read_rows(file: Path) -> list[Row]:
-    """Rows of a JSONL file of prompts; blank lines are skipped.
+def read_rows(file: Path) -> dict[int, Row]:
+    """Rows of a JSONL file of prompts, by their lines from 1, in order; blank lines are skipped.
 
     ValueError: a line is no object, has not exactly one prompt, or has a column that is added; no rows; no UTF-8.
     """
-    rows = []
+    rows: dict[int, Row] = {}
     try:
         text = read_text(file)
     except UnicodeDecodeError as error:
@@ -217,7 +218,7 @@ def read_rows(file: Path) -> list[Row]:
                 raise ValueError(
                     f"{file}:{number} has a column {column!r}, which is what is added: give it another name"
                 )
-        rows.append(row)
+        rows[number] = row
     if not rows:
         raise ValueError(f"{file} has no prompts")
     return rows

@@ -86,10 +86,10 @@ def _first_with_pictures(options: argparse.Namespace) -> str:
     """What has the first picture, for messages; "" if nothing has any. ValueError for prompts that cannot be read."""
     from jaxtune.commands import answers
 
-    rows = answers.read_rows(Path(options.prompts)) if options.prompts is not None else []
+    rows = answers.read_rows(Path(options.prompts)) if options.prompts is not None else {}
     if options.image:
         return "--image"
-    return next((f"{options.prompts}:{number}" for number, row in enumerate(rows, 1) if answers.has_pictures(row)), "")
+    return next((f"{options.prompts}:{number}" for number, row in rows.items() if answers.has_pictures(row)), "")
 
 
 def _parser() -> argparse.ArgumentParser:

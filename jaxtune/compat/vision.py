@@ -85,6 +85,9 @@ class Processor:
     ) -> Inputs:
         """{"input_ids", "attention_mask"}: int[B, T], padded on the left; of pictures also {"pixel_values":
         float32[patches, F], "image_grid_thw": int[pictures, 3]}, in order.
+
+        images: one, a list, or a list for each text, in any form that rows have.
+        text: with one mark for each picture, as the chat template writes. padding, return_tensors: have no effect.
         """
         del padding, return_tensors, others
         texts = [text] if isinstance(text, str) else list(text or ())

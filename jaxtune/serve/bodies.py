@@ -130,8 +130,9 @@ class _NamedTool(BaseModel):
 
 
 class _Body(BaseModel):
-    """Keys of both kinds of bodies, with OpenAI's meanings; top_k, min_p, repetition_penalty, min_tokens, ignore_eos
-    and stop_token_ids are vLLM's. None: not given.
+    """Keys of both kinds of bodies, with OpenAI's meanings; top_k (0 and -1: no limit), min_p, repetition_penalty,
+    min_tokens, ignore_eos and stop_token_ids are vLLM's. None stands for one answer, a random seed, and settings of the
+    model's generation_config.json, else temperature 1 and no filters. At temperature 0 the filters have no effect.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from jaxtune.system import early_import, host_memory, timing
 
 
-def begin(then: Callable[[], object] = lambda: None) -> None:
+def begin(then: Callable[[], object]) -> None:
     """Lets XLA pin host memory, starts the devices, and calls `then` in the same thread. What fails is said to whoever
     uses them. Not for one of several processes, which must join the others first.
     """

@@ -21,6 +21,7 @@ from jaxtune.system import waiting
 from jaxtune.system.processes import all_of, count, first, index, service_client
 from jaxtune.system.terminal import printable
 
+logger = logging.getLogger(__name__)
 _ENDED, _HEARD = "jaxtune/ended", "jaxtune/heard/"
 _WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for each other before they exit
 # What the first process leaves the others between their report that they have heard and their exit: JAX aborts a
@@ -58,7 +59,11 @@ def leave(code: int) -> None:
         _Run.watcher.join()
         import jax
 
-        jax.distributed.shutdown()  # waits for all: JAX aborts one that still uses the service when the first one ends
+        try:
+            # Waits for all: JAX aborts one that still uses the service when the first one ends.
+            jax.distributed.shutdown()
+        except RuntimeError as error:
+            logger.warning("the run is complete; at its end another process was gone already: %s", error)
         return
     _Run.leaving = True
     words = _Run.last_words or f"exit code {code}"
@@ -87,7 +92,8 @@ def _is_watched() -> bool:
 
 def leave_devices() -> None:
     """The end of a single process that ends by `end_now` frees no device and no cache of JAX's one by one."""
-    if "jax" in sys.modules and count() == 1 and not _is_watched():
+    # Not by count(), which is 1 in each of several processes once `leave` has shut the service down.
+    if "jax" in sys.modules and _Run.watcher is None and not _is_watched():
         from jaxtune.system.private_jax import clean_up
 
         atexit.unregister(clean_up)
@@ -116,8 +122,9 @@ def watch() -> None:
 
 
 def _watch() -> None:
-    """The thread that ends this process if another one fails or the first one disappears: a collective would wait
-    forever.
+    """The thread that ends this process, with the same code, if another one fails, or with code 1 if the first one
+    disappears: a collective would wait forever. The first process first gets 10 seconds to finish writing. JAX handles
+    other ones that disappear.
     """
     from jax.errors import JaxRuntimeError
 

@@ -91,7 +91,10 @@ class Place:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """This process's Place by `join`'s arguments, else as SLURM or Open MPI started it; None if it is the only one."""
+    """This process's Place by `join`'s arguments, else as SLURM or Open MPI started it; None if it is the only one. A
+    scheduler's process gets one GPU, by its index on the host, unless it is alone there or sees at most one.
+    ValueError for incomplete arguments, or without the first process's address.
+    """
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
             raise ValueError("--coordinator, --processes and --process are incomplete: give all three")

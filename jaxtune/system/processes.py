@@ -71,12 +71,21 @@ _calls, _points, _meetings = itertools.count(), itertools.count(), itertools.cou
 @contextlib.contextmanager
 def _exchange(kind: str, numbers: Iterator[int] = _calls) -> Iterator[str]:
     """With what the keys of an exchange begin; the service forgets them when every process has left the context."""
+    from jax.errors import JaxRuntimeError
+
     client, keys = service_client(), f"jaxtune/{kind}/{next(numbers)}/"
-    try:
-        yield keys
-    finally:
+
+    def leave() -> None:
         if client.key_value_increment(f"{keys}left", 1) == count():
             client.key_value_delete(keys)
+
+    try:
+        yield keys
+    except BaseException:
+        with contextlib.suppress(JaxRuntimeError):  # a service that is gone must not hide why the wait ended
+            leave()
+        raise
+    leave()
 
 
 def all_of(value: Any) -> list[Any]:
@@ -304,7 +313,9 @@ def written_by_first(path: Path) -> Iterator[Path]:
 
 
 def _get(client: Any, key: str) -> str:
-    """Waits without limit for a key, waking each second for signals."""
+    """Waits without limit for a key; the watcher (ending.py), or JAX, ends this process if its writer dies. It wakes
+    each second, so that Python can handle signals.
+    """
     from jax.errors import JaxRuntimeError
 
     while True:

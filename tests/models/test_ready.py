@@ -538,7 +538,7 @@ def test_an_adapter_comes_while_others_decode(model, patient, monkeypatch, compi
             for piece in sampler.step():
                 assert piece.request == number
                 ids += piece.ids
-        assert sampler._model.weights.gated and not sampler._model.comes
+        assert sampler._model.weights.gated and sampler._model._coming is None
         compilations.clear()
         asked = [
             (prompt, new, settings | {"adapter": name})

@@ -111,6 +111,8 @@ def differences(trainer: Trainer) -> list[str]:
                 sample()
         except MadeError as made:
             sampler = made.args[0]
+        else:
+            raise AssertionError(f"{name}: it sampled without a sampler of these modules")
         if sampler.plan.slots != plans[name].slots:
             found.append(f"{name}: {sampler.plan.slots} slots, planned {plans[name].slots}")
         if plans[name].converted_layers and sampler._division is not None:

@@ -595,6 +595,19 @@ def test_a_rollout_function_may_return_arrays():
     ] * 2
 
 
+def test_a_rollout_function_may_ask_for_more_rows_than_prompts():
+    """They decode at once, in as many slots as there may be."""
+    counts = []
+
+    def play(prompts, model):
+        counts.append((model._sampler.plan.slots, len(model.generate([[3, 4]] * 6))))
+        return dict(prompt_ids=[[1, 3]] * 2, completion_ids=[[2]] * 2, logprobs=[[0.0]] * 2)
+
+    sampling = Sampling(Settings(max_completion_length=8, slots=7), (1,), str)
+    RolloutFunction(play, sampling, lambda prompt: (3,), 32)(tiny_model(), [Prompt("x", (3,), {})] * 2, [0, 1])
+    assert counts == [(7, 6)]
+
+
 def test_what_does_not_go_together_with_tools_is_named(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN)

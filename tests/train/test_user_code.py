@@ -650,6 +650,26 @@ def logs(completions, log_metric, log_extra):
     log_extra(column="text", values=[text + "!" for text in completions])
     return [1.0] * len(completions)
 
+def yields(completions, **columns):
+    for text in completions:
+        yield float(len(text))
+
+async def maps(completions, **columns):
+    await asyncio.sleep(0.001)
+    return map(len, completions)
+
+def once(completions, **columns):
+    yield 1.0
+
+def stops(completions, **columns):
+    yield 1.0
+    raise LookupError("of the test")
+
+def endless(completions, **columns):
+    while True:
+        time.sleep(0.001)
+        yield 1.0
+
 def dies(completions, **columns):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -688,6 +708,37 @@ def test_isolated_rewards_of_a_file_share_a_process_that_is_killed_at_the_limit(
         rewards(slow)
     assert time.monotonic() - began < 30
     assert rewards(texts)[0, 1] == 1  # in a new process
+
+
+@pytest.mark.parametrize("isolation", [None, "process"])
+def test_rewards_may_be_any_iterator(own, isolation):
+    """What it gives, raises and takes is the function's: the code of a generator runs while it is read."""
+    rewards = RewardFunctions.named([f"{own}:yields", f"{own}:maps"], isolation=isolation)
+    np.testing.assert_array_equal(rewards(Sampled(["q"] * 2, ["aa", "b"], [[1]] * 2, {})), [[2, 2], [1, 1]])
+    with pytest.raises(RewardError, match="stops failed: LookupError: of the test.*own_of_pr"):
+        RewardFunctions.named([f"{own}:stops"], isolation=isolation)(some(2))
+    skipping = RewardFunctions.named([f"{own}:stops"], isolation=isolation, errors="skip")
+    assert np.isnan(skipping(some(2))).all()
+    with pytest.raises(RewardError, match="once returned 1 rewards for 2 answers"):
+        RewardFunctions.named([f"{own}:once"], isolation=isolation)(some(2))
+    with pytest.raises(RewardError, match="endless took longer than objective.reward_timeout = 1 s"):
+        RewardFunctions.named([f"{own}:endless"], isolation=isolation, timeout_seconds=1)(some(1))
+
+
+def test_iterators_of_rewards_alone_are_read():
+    """An environment may be one, and a tool's text is that of what it returns."""
+
+    class Place:
+        def reset(self, **row): ...
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise StopIteration
+
+    ((environment, _),) = Tools([], Place).reset([[{"role": "user", "content": "x"}]], [{}])
+    assert isinstance(environment, Place)
 
 
 def test_how_an_isolated_reward_fails_is_told(own):

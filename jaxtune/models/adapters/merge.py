@@ -100,7 +100,9 @@ def _merge_experts(
 
 @dispatch.unsaid()  # it runs once, in float32, which training kernels do not support: no report of that is needed
 def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: str, base_dtype: Any) -> jax.Array:
-    """The merged and verified weight of one matrix, in the stored shape. ArithmeticError if it is not."""
+    """The merged and verified weight of one matrix, in the stored shape. ArithmeticError if it is not finite in
+    `base_dtype`, or its products differ by more than rounding.
+    """
     program, arguments = _merge_of(linear, index, dtype)
     stored, finite, error = program(*arguments)
     del arguments

@@ -128,11 +128,6 @@ class SampledModel:
 
     # ---- weights
 
-    @property
-    def comes(self) -> bool:
-        """Whether `switch` has something to take."""
-        return self._coming is not None
-
     def can_switch(self, ready: Ready) -> bool:
         """Whether programs are ready for the weights that come; otherwise they are being compiled, and rows decode with
         those in use. RuntimeError: in vain.

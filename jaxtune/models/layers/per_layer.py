@@ -120,6 +120,7 @@ class PerLayerInputs(nnx.Module):
 
         x: [B, T, hidden], the first layer's input.
         take: (table, tokens) -> rows [B, T, layers * size], which decides the table's gradient.
+        key: draws the dropout mask of the projection's adapter; None: no dropout.
         rows: [B, T, layers * size], the tokens' rows of a table on the host; ValueError if they are missing then.
         placed: bool[B, T], tokens that give the table no gradient; None: none.
         """

@@ -64,7 +64,9 @@ class ScaledRouter(nnx.Module):
         self.per_expert_scale = nnx.Param(initial.full((moe.num_experts,), 1, dtype))
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """x [B, T, hidden] -> logits [B, T, E] in x's dtype."""
+        """x [B, T, hidden] -> logits [B, T, E] in x's dtype. key: draws the dropout mask of proj's adapter; None: no
+        dropout.
+        """
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scaled = wide.astype(x.dtype) * self.scale[...].astype(x.dtype)

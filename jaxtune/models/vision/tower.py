@@ -178,6 +178,10 @@ class Tower(nnx.Module):
         self, pictures: Pictures, plan: ResidualPlan | None = None, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
         """The features, each [B, P / merge^2, out_size]: those at tokens, then those added after the text's first
-        layers.
+        layers; of padding they mean nothing. Each family implements it.
+
+        pictures: with patches from `inputs`.
+        plan: where each layer's residuals are until the backward; None: all stay in device memory.
+        dropout_key: draws the adapters' dropout masks; None: no dropout.
         """
         raise NotImplementedError

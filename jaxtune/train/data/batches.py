@@ -71,16 +71,16 @@ class SampledRows:
 
     length: int
     """Most tokens of a row, prompt included."""
-    count: int
-    """Rows on all devices."""
+    count: int | None
+    """Rows on all devices; None: any number at a time."""
     most: int
-    """Of them on a device at a time."""
+    """On a device at a time."""
     copies: bool = False
     """Whether devices with copies of the weights share the rows, too."""
 
     def on(self, sharing: Sharing) -> int:
         """The most slots of each device."""
-        return sharing.slots(self.count, self.most)
+        return self.most if self.count is None else sharing.slots(self.count, self.most)
 
 
 class Rollout(TypedDict, total=False):

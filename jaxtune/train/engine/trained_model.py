@@ -135,8 +135,8 @@ class TrainedModel:
         self.scales, self._unobserved = nnx.state(model, InputScale), False
 
     def _observe(self, engine: Engine) -> None:
-        """Observes activation scales by an unrounded forward pass over the first step's rows. ValueError,
-        FloatingPointError.
+        """Observes activation scales by an unrounded forward pass over the first step's rows. ValueError for weights
+        that devices divide, FloatingPointError for an activation that is not finite.
         """
         model = nnx.merge(self.plain_graph, self.trainable, self.frozen, self.scales)
         rows = engine.batches.batch_at(0)

@@ -217,10 +217,19 @@ class Answering(Protocol):
         """Whether devices that each have the whole weights share the answers."""
         ...
 
+    @property
+    def one_row_a_prompt(self) -> bool:
+        """Whether at most as many rows as prompts are sampled at a time; else any number."""
+        ...
+
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[SampledTurns], dict[str, float]]:
-        """Samples one answer to each prompt: (answers in order, metrics by name)."""
+        """Samples one answer to each prompt: (answers in order, metrics by name).
+
+        prompts: each once for each of its answers, consecutive.
+        seeds: of each answer.
+        """
         ...
 
 
@@ -244,6 +253,10 @@ class OneTurn:
 
     @property
     def on_copies(self) -> bool:
+        return True
+
+    @property
+    def one_row_a_prompt(self) -> bool:
         return True
 
     def __call__(
@@ -332,6 +345,10 @@ class ToolTurns:
 
     @property
     def on_copies(self) -> bool:
+        return True
+
+    @property
+    def one_row_a_prompt(self) -> bool:
         return True
 
     def __call__(

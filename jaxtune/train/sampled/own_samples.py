@@ -316,7 +316,8 @@ def own_samples(
 
 
 class _Reading:
-    """Makes a TokenisedRow of a row of columns. RowError.
+    """Makes a TokenisedRow of a row of columns. RowError for a row that cannot be asked, is too long, or has no answer
+    where one is trained on.
 
     length: most tokens with the data's answer.
     most_tokens: of a prompt.

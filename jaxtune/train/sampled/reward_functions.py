@@ -219,7 +219,7 @@ class RewardFunctions:
         """Each function gets copies. Asynchronous ones run side by side, others one by one in this thread."""
         sampled = dataclasses.replace(sampled, further=self.also, named=self.log.arguments)
         pending = {
-            index: begin(function, _given(function, sampled), name, self.timeout_seconds)
+            index: begin(function, _given(function, sampled), name, self.timeout_seconds, lists=True)
             for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True))
             if is_async(function)
         }
@@ -249,7 +249,7 @@ class RewardFunctions:
         return np.full(len(sampled), np.nan, np.float32)
 
     def _outcome(self, function: RewardFunction, name: str, sampled: Sampled) -> Outcome:
-        return call(function, _given(function, sampled), name, self.timeout_seconds)
+        return call(function, _given(function, sampled), name, self.timeout_seconds, lists=True)
 
     def _one_by_one(self, function: RewardFunction, name: str, sampled: Sampled, first: BaseException) -> np.ndarray:
         """Rewards by calls with one answer each, after a call with all raised `first`."""

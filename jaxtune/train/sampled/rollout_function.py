@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import ConfigError
@@ -44,22 +43,14 @@ class RolloutModel:
     """What a rollout function samples with: the trained model and the run's options, for one generation.
 
     length: most tokens of a prompt with its continuation.
-    rows: continuations that are needed, for which slots are made.
     encode: prompt to token ids.
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        sampling: Sampling,
-        length: int,
-        rows: int,
-        encode: Callable[[Turns], tuple[int, ...]],
-        seed: int,
+        self, model: Decoder, sampling: Sampling, length: int, encode: Callable[[Turns], tuple[int, ...]], seed: int
     ):
         self._sampling, self._encode, self._seed, self._calls = sampling, encode, seed, 0
-        slots = Sharing.of(model).slots(rows, sampling.slots)
-        self._sampler = Sampler(model, length=length, most_slots=slots, most_converted=sampling.most_converted)
+        self._sampler = Sampler(model, length=length, most_slots=sampling.slots, most_converted=sampling.most_converted)
 
     def encode(self, prompt: Turns) -> list[int]:
         """Token ids of a prompt up to the answer: messages by the chat template; text as it is or, with data.template,
@@ -126,11 +117,15 @@ class RolloutFunction:
     def on_copies(self) -> bool:
         return False
 
+    @property
+    def one_row_a_prompt(self) -> bool:
+        return False
+
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[SampledTurns], dict[str, float]]:
         """ConfigError for a list that is missing or of another length, or an answer that is empty or too long."""
-        sampler = RolloutModel(model, self.sampling, self.length, len(prompts), self.encode, seeds[0])
+        sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
         shown_prompts = [prompt.turns for prompt in prompts]
         result = self._called([own_copy(prompt) for prompt in shown_prompts], sampler)
         if not isinstance(result, Mapping) or any(name not in result for name in _NEEDED):
@@ -172,7 +167,7 @@ class RolloutFunction:
     def _given(
         self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]
     ) -> SampledTurns:
-        """One returned answer, checked. ConfigError.
+        """One returned answer. ConfigError if it is empty or too long, or its lists are not of one length.
 
         mask: 1 for each of `ids` that was sampled; None: all.
         """

@@ -146,7 +146,7 @@ class SampledAnswers(BatchSource):
         )
         self.sampled_rows = SampledRows(
             length if answering.changes_prompts else longest + settings.max_completion_length,
-            answers_per_step * settings.steps_per_generation,
+            answers_per_step * settings.steps_per_generation if answering.one_row_a_prompt else None,
             settings.slots,
             answering.on_copies,
         )

@@ -14,6 +14,7 @@ from types import FrameType
 from jaxtune.system import waiting
 from jaxtune.train.user_code import processes
 from jaxtune.train.user_code.errors import UserCodeError
+from jaxtune.train.user_code.iterators import listed
 from jaxtune.train.user_code.limits import Over, limit
 from jaxtune.train.user_code.loop import EventLoop, Outcome, Pending, TooLong
 
@@ -72,16 +73,30 @@ def name_of(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def begin(function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None) -> Pending:
-    return event_loop().start(lambda: function(**given), name, seconds)
+def begin(
+    function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None, *, lists: bool = False
+) -> Pending:
+    """As `call`, for an asynchronous function, without the wait."""
+    return event_loop().start(lambda: _awaited(function(**given), lists), name, seconds)
 
 
-def call(function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None) -> Outcome:
+async def _awaited(value: Awaitable[object], lists: bool) -> object:
+    return _read(await value, lists)
+
+
+def _read(value: object, lists: bool) -> object:
+    return listed(value) if lists else value
+
+
+def call(
+    function: Callable, given: Mapping[str, object], name: str, seconds: float | None = None, *, lists: bool = False
+) -> Outcome:
     """Calls a function of either kind and waits. Raises only a signal's exception; the function's own is in the
-    outcome, as is TooLong after `seconds` (None: no limit). given: its keyword arguments. name: for messages.
+    outcome, as is TooLong after `seconds` (None: no limit). given: its keyword arguments. name: for messages. lists: an
+    iterator is read to its end, within the limit; one of an isolated function always is.
     """
     if is_async(function):
-        return begin(function, given, name, seconds).outcome()
+        return begin(function, given, name, seconds, lists=lists).outcome()
     if isinstance(function, processes.Isolated):
         try:
             return Outcome(function.within(seconds, given))
@@ -90,10 +105,10 @@ def call(function: Callable, given: Mapping[str, object], name: str, seconds: fl
         except UserCodeError as error:
             return Outcome(error=error)
     with waiting.users_code(name):
-        outcome = _here(lambda: function(**given), name, seconds)
+        outcome = _here(lambda: _read(function(**given), lists), name, seconds)
     value = outcome.value
     if isinstance(value, Awaitable):
-        return event_loop().start(lambda: value, name, seconds).outcome()
+        return event_loop().start(lambda: _awaited(value, lists), name, seconds).outcome()
     return outcome
 
 

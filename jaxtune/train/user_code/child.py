@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxtune.system import children
 from jaxtune.train.user_code import errors, modules
+from jaxtune.train.user_code.iterators import listed
 
 if TYPE_CHECKING:
     import asyncio
@@ -45,7 +46,7 @@ def _answer(functions: dict[bytes, Callable], reference: bytes, payload: bytes |
         value = functions[reference](**arguments)
         if isinstance(value, Awaitable):
             value = _awaited(value)
-        return pickle.dumps((True, pickle.dumps((value, logged))))
+        return pickle.dumps((True, pickle.dumps((listed(value), logged))))
     except BaseException as error:
         return pickle.dumps((False, (errors.in_words(error), errors.place(error), errors.trace(error))))
 
