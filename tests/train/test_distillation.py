@@ -384,7 +384,7 @@ def test_the_command_loads_a_teacher_as_the_planner_expects_it(load_in, tmp_path
     )
     assert objective_of(config.objective) == Distill(teacher=folders[1])
     with loading(config) as (weights, _, model):
-        loaded = weights.result()
+        loaded = weights.result().take()
     ahead, there = (nnx.split(each, nnx.Param, ...) for each in (model, loaded))
     for expected, found in zip(jax.tree.leaves(ahead[1:]), jax.tree.leaves(there[1:]), strict=True):
         assert (expected.shape, expected.dtype) == (found.shape, found.dtype)

@@ -183,7 +183,7 @@ def test_the_command_trains_with_the_embedding_on_the_host(tmp_path, monkeypatch
         precision="bf16",
     )
     with loading(config) as (weights, _, _):
-        assert isinstance(weights.result().embedding.weight.get_value(), np.ndarray)
+        assert isinstance(weights.result().take().embedding.weight.get_value(), np.ndarray)
     with loading(config, trains=False) as (_, _, loaded):  # for evaluations, whose passes have no plan for it
         pass
     assert isinstance(loaded.embedding.weight.get_value(), jax.Array)

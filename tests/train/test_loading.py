@@ -220,14 +220,14 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
 
 def _first_addresses(monkeypatch) -> list[tuple[set[int], set[int]]]:
     """Of each first step: (addresses of its arrays, addresses of all arrays that have the shape of a trained one)."""
-    seen = []
+    seen, before = [], jax.live_arrays()  # of other tests
     real = Engine.first_step
 
     def watched(self, programs, sums, state, frozen, *arguments, **options):
         gc.collect()
         trained = {(array.shape, array.dtype) for array in jax.tree.leaves(state.field("trainable"))}
         alive = [array for array in jax.live_arrays() if (array.shape, array.dtype) in trained]
-        used = jax.tree.leaves((sums, state, frozen))
+        used = jax.tree.leaves((sums, state, frozen, before))
         seen.append(tuple({array.unsafe_buffer_pointer() for array in arrays} for arrays in (used, alive)))
         return real(self, programs, sums, state, frozen, *arguments, **options)
 

@@ -93,7 +93,7 @@ class Sharing:
     def of(model: nnx.Module, copies: bool = False) -> Sharing:
         """By where its arrays are, or its shapes will be. copies: devices with whole weights share rows too
         (SamplerOfCopies)."""
-        leaves = jax.tree.leaves(nnx.state(model))
+        leaves = jax.tree.leaves(nnx.state(model) if isinstance(model, nnx.Module) else model)
         if (mesh := _dividing_mesh(leaves)) is not None:
             return Sharing(mesh.size, True)
         return Sharing(_device_count(leaves[0]) if copies else 1, False)

@@ -57,10 +57,10 @@ def _of_masters(model: Decoder) -> str | None:
     for path, module in nnx.iter_modules(model):
         if isinstance(module, RMSNorm) and module.float32:
             weight: object = module.weight
-        elif isinstance(module, Attention):
+        elif type(module) is Attention:
             weight = module.sinks
         else:
-            weight = module.bias if isinstance(module, Router) else None
+            weight = module.bias if type(module) is Router else None
         if isinstance(weight, nnx.Param) and weight.get_value().dtype != jnp.float32:
             name = ".".join(map(str, path))
             return f"{name}: a {type(module).__name__} that trains and is read in float32; train an adapter"
@@ -73,7 +73,7 @@ def _of_gpu(model: Decoder) -> str | None:
         return f"this GPU: {reason}"
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         attention = layer.parts.get("mixer")
-        if not is_plain(layer, spec) or not isinstance(attention, Attention):
+        if not is_plain(layer, spec) or type(attention) is not Attention:
             reason = "attention or a feed-forward that decoding computes operation by operation"
         elif spec.window is not None:
             reason = f"attention with a window of {spec.window}, whose tiles do not begin with a document"
