@@ -411,6 +411,7 @@ CONTENTS = st.recursive(
 
 @given(st.data())
 def test_no_content_of_shapes_breaks_a_start(data):
+    """Nor is taken for a result of other leaves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_programs, "cache_of_programs", in_use)
         patch.setattr(kept_programs, "_FORMAT", "of wrong shapes")
@@ -421,17 +422,17 @@ def test_no_content_of_shapes_breaks_a_start(data):
         assert kept_programs.result_shapes(of_ones, *arguments) == expected
         good = json.loads(cache.get(key))
         assert kept_programs.result_shapes(of_ones, *arguments) == expected  # as it was kept
-        name, content = data.draw(st.sampled_from([*good, ""])), data.draw(CONTENTS)
-        if name == "results":  # right outlines with too few, or wrong, results
-            content = data.draw(st.sampled_from([content, good[name][:-1], [*good[name], good[name][0]]]))
-            content = data.draw(st.sampled_from([content, [[["a"], "float32", False]] * len(good[name])]))
-        cache.put(key, json.dumps({**good, name: content} if name else content).encode())
-        shapes = kept_programs.result_shapes(of_ones, *arguments)
-        leaves = jax.tree.leaves(shapes)
-        if name != "outline":
-            assert shapes == expected
-        else:
-            assert len(leaves) == len(good["results"])
+        right = good["results"]
+        wrong = [[["a"], "float32", False]], [[[1.5], "float32", False]], [[[1], "a", False]], [[[1], "float32"]]
+        wrong = [{"results": results * len(right)} for results in wrong]
+        wrong += [{"results": results} for results in (right[:-1], [*right, right[0]], data.draw(CONTENTS))]
+        for changed in wrong:
+            cache.put(key, json.dumps(good | changed).encode())
+            assert kept_programs.result_shapes(of_ones, *arguments) == expected, changed
+        cache.put(key, json.dumps(data.draw(CONTENTS)).encode())
+        assert kept_programs.result_shapes(of_ones, *arguments) == expected
+        cache.put(key, json.dumps(good | {"outline": data.draw(CONTENTS)}).encode())
+        assert len(jax.tree.leaves(kept_programs.result_shapes(of_ones, *arguments))) == len(right)
         cache.put(key, json.dumps(good).encode())
 
 
