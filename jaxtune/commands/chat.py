@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> None:
     sampling.add_options(parser, temperature=0.7, max_new_tokens=512)
     common.add_timing(parser)
     options = parser.parse_args(arguments)
-    common.begin()
+    common.begin(options.model)
 
     from jaxtune.models.ends import with_end_tokens
     from jaxtune.models.generation.chat import Conversation

@@ -79,21 +79,23 @@ def begin_import(runs_code: bool = False) -> None:
     transformers_import.begin(runs_code or not invocation.is_command())
 
 
-def begin() -> None:
+def begin(model: str) -> None:
     """Begins, beside the command's imports, what a command needs that loads a model on this machine alone."""
-    begin_devices()
+    begin_devices(model)
     begin_import()
 
 
-def begin_devices() -> None:
-    """Begins to start the devices in a thread, and then to load the programs that the command needed the last time."""
+def begin_devices(*about: str) -> None:
+    """Begins to start the devices in a thread, and then to load the programs that the command needed the last time with
+    the same `about`: its model or recipe.
+    """
 
     def programs() -> None:
         from jaxtune.models.programs import ahead
         from jaxtune.system.program_cache import use_program_cache
 
         use_program_cache()
-        ahead.begin()
+        ahead.begin(*about)
 
     early_devices.begin(programs)
 

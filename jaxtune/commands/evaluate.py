@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> None:
     config, checkpoint = load_to_evaluate(options.recipe, options.overrides)
     common.begin_import(names_code(config_to_dict(config)))
     joining.join(options.coordinator, options.processes, options.process)
-    common.begin_devices()
+    common.begin_devices(options.recipe, config.model.path or "")
     from jaxtune.train.scoring import evaluate as evaluate_config
 
     scores = evaluate_config(config, options.recipe, options.overrides, checkpoint, options.load_in)

@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> None:
     if options.to in ("merged", "adapter", "gguf-adapter") and base_of(options.model) is None and not converts:
         raise ValueError(f"{options.model} is not an adapter folder: it has no adapter_config.json")
 
-    common.begin()
+    common.begin(options.model)
     import jaxtune
     from jaxtune.export.api import require_format
     from jaxtune.export.modelfile import MODELFILE, create_command

@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     _check(options, parser)
     grammar = _grammar(options)
-    common.begin()
+    common.begin(options.model)
 
     from jaxtune.commands import answers
     from jaxtune.models.ends import with_end_tokens

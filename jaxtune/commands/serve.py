@@ -64,7 +64,7 @@ def _run(arguments: Sequence[str]) -> None:
     from jaxtune.serve.readers import Readers
 
     with Readers() as readers:
-        common.begin()
+        common.begin(options.model)
         _serve(options, key, readers)
     if options.timing:
         progress.show_timing()

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int | None:
     host_memory.allow_pinned()
     trains, places = not (options.plan or options.check), (options.coordinator, options.processes, options.process)
     if trains and not joining.is_one_of_several(*places):
-        common.begin_devices()
+        common.begin_devices(options.recipe, config.model.path or "")
     from jaxtune.train.spec.run_spec import decided_objective
 
     objective = decided_objective(config)  # refuses keys before others are waited for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ from jaxtune.pallas import one_order
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.draws import uniform
 from jaxtune.pallas.meshes import on_any_mesh
+
+logger = logging.getLogger(__name__)
 
 
 class Embedding(nnx.Module):
@@ -441,7 +444,8 @@ def _abstract(config: DecoderConfig, dtype: str, tower: TowerConfig | None) -> t
     try:
         with initial.as_shapes():
             graph, state = nnx.split(Decoder(config, initial.NO_KEY, dtype, tower))
-    except TypeError:  # a family's own module, which draws its weights by itself
+    except TypeError as error:  # a family's own module, which draws its weights by itself
+        logger.debug("a model's shapes are traced: %s", error)
         return nnx.split(nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype, tower)))
     return graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 

@@ -154,7 +154,8 @@ def unchecked():
         yield
     finally:
         _beside.reset(token)
-        _unwaited.extend(asked)
+        with _first_use_lock:
+            _unwaited.extend(asked)
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
@@ -180,11 +181,13 @@ def built[Built](build: Callable[[], Built]) -> Built:
 
 def _failed(checks: list[Future[str | None]]) -> bool:
     """Whether a check has a reason against a kernel, once all are done."""
+    with _first_use_lock:  # before they begin: of what comes later none may have begun
+        checks = [*checks, *_unwaited]
     begin_checks()
-    checks = [*checks, *_unwaited]
     with timing.phase("wait", "kernel checks"):
         failed = [check.result() is not None for check in checks]
-    _unwaited[:] = [check for check in _unwaited if not check.done()]
+    with _first_use_lock:  # only now, as a program of another thread may have one's kernel from JAX's caches
+        _unwaited[:] = [check for check in _unwaited if not check.done()]
     return any(failed)
 
 

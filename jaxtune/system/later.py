@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import types
 
 
@@ -11,5 +10,5 @@ class Later(types.ModuleType):
     """Stands for the module of this name."""
 
     def __getattr__(self, name: str) -> object:
-        module = sys.modules.get(self.__name__) or importlib.import_module(self.__name__)
-        return getattr(module, name)
+        # Never from sys.modules: another thread may still import it.
+        return getattr(importlib.import_module(self.__name__), name)

@@ -62,7 +62,11 @@ def test_a_model_of_shapes_is_that_of_tracing(name, dtype):
     traced, made = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype)), abstract_decoder(config, dtype)
     with initial.as_shapes():
         made_with_adapter = adapted(made)
-    for one, other in ((traced, made), (nnx.eval_shape(adapted, traced), made_with_adapter)):
+        untraced, its_state = nnx.split(Decoder(config, initial.NO_KEY, dtype))  # for which `made` may have been traced
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), its_state)
+    made_anew = nnx.merge(untraced, shapes)
+    pairs = ((traced, made), (traced, made_anew), (nnx.eval_shape(adapted, traced), made_with_adapter))
+    for one, other in pairs:
         (graph, state), (its_graph, its_state) = nnx.split(one), nnx.split(other)
         assert graph == its_graph
         assert jax.tree.leaves_with_path(state) == jax.tree.leaves_with_path(its_state)

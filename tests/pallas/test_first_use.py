@@ -185,6 +185,31 @@ def test_shapes_alone_wait_for_no_check_and_a_program_waits_for_theirs(gpu):
     assert dispatch.record["op"][0] == "reference" and wrong.calls == 1
 
 
+def test_a_check_that_another_thread_asks_for_meanwhile_is_waited_for_by_the_next_program(gpu, monkeypatch):
+    """Between the start of the checks and the wait for them."""
+    wrong, begin, programs = Counted(lambda out: out * 1.5), dispatch.begin_checks, []
+
+    def shapes():
+        with dispatch.unchecked():
+            check(wrong)
+
+    def begins():
+        monkeypatch.setattr(dispatch, "begin_checks", begin)
+        begin()
+        other = threading.Thread(target=shapes)
+        other.start()
+        other.join(60)
+
+    monkeypatch.setattr(dispatch, "begin_checks", begins)
+    builder = threading.Thread(target=lambda: programs.append(dispatch.built(lambda: "first")), daemon=True)
+    builder.start()
+    builder.join(20)
+    assert programs == ["first"] and not wrong.calls
+    builds = []
+    dispatch.built(lambda: builds.append("second"))
+    assert len(builds) == 2 and wrong.calls == 1 and not dispatch._unwaited
+
+
 @pytest.mark.parametrize("name", ["wrong", "unlowerable"])
 def test_a_program_is_built_again_without_a_kernel_that_fails_meanwhile(gpu, name):
     """Of the one in its place too, whose check begins then."""

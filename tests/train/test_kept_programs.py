@@ -32,9 +32,11 @@ from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.lora import without_adapter
 from jaxtune.models.programs import kept as kept_programs
+from jaxtune.models.programs import surroundings
 from jaxtune.models.programs.described import Digests, Undescribed, _Known, replaced
 from jaxtune.models.programs.kept import Function, Request, programs_of
 from jaxtune.pallas.formats import FORMATS
+from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
@@ -317,10 +319,10 @@ def test_whatever_decides_a_program_is_in_its_key(a, b):
     [
         lambda patch: jax.default_matmul_precision("highest"),
         lambda patch: jax.numpy_dtype_promotion("strict"),
-        lambda patch: patch.setattr(kept_programs, "sources", lambda: "others"),
+        lambda patch: patch.setattr(surroundings, "sources", lambda: "others"),
         lambda patch: patch.setattr(kept_programs.dispatch, "_target", (9, 0)),
-        lambda patch: patch.setattr(kept_programs, "_versions", lambda: ("jax 0.1",)),
-        lambda patch: patch.setattr(kept_programs.tuning, "state", lambda: ({"attention": {"rows": 1}}, {})),
+        lambda patch: patch.setattr(surroundings, "_versions", lambda: ("jax 0.1",)),
+        lambda patch: patch.setattr(surroundings.tuning, "state", lambda: ({"attention": {"rows": 1}}, {})),
     ],
 )
 def test_settings_and_code_are_in_the_key(setting, monkeypatch):
@@ -391,8 +393,47 @@ def test_a_program_goes_with_jaxs_entry_and_failed_checks(kept, lowerings, monke
     assert len(lowerings) == 3
     monkeypatch.setattr(kept_programs.dispatch, "any_failed", lambda: False)
     monkeypatch.setattr(kept_programs.dispatch, "have_passed", lambda calls: False)
+    loads = []
+    monkeypatch.setattr(compilation_cache, "decompress_executable", loads.append)
     programs_of([request])
-    assert len(lowerings) == 4
+    assert len(lowerings) == 4 and not loads  # nor is it loaded to be dropped
+
+
+def of_ones(a, b):
+    return {"sum": a + b, "all": (a, [b, None])}
+
+
+CONTENTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(["*", "float32", "a", "dict"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["dict", "list", "x"]), inner),
+)
+
+
+@given(st.data())
+def test_no_content_of_shapes_breaks_a_start(data):
+    """Nor is taken for a result of other leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_programs, "cache_of_programs", in_use)
+        patch.setattr(kept_programs, "_FORMAT", "of wrong shapes")
+        patch.setattr(kept_programs.described, "_is_known", lambda module: True)
+        arguments = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+        expected, cache = jax.eval_shape(of_ones, *arguments), in_use()
+        key = kept_programs._shapes_key(of_ones, arguments)
+        assert kept_programs.result_shapes(of_ones, *arguments) == expected
+        good = json.loads(cache.get(key))
+        assert kept_programs.result_shapes(of_ones, *arguments) == expected  # as it was kept
+        right = good["results"]
+        wrong = [[["a"], "float32", False]], [[[1.5], "float32", False]], [[[1], "a", False]], [[[1], "float32"]]
+        wrong = [{"results": results * len(right)} for results in wrong]
+        wrong += [{"results": results} for results in (right[:-1], [*right, right[0]], data.draw(CONTENTS))]
+        for changed in wrong:
+            cache.put(key, json.dumps(good | changed).encode())
+            assert kept_programs.result_shapes(of_ones, *arguments) == expected, changed
+        cache.put(key, json.dumps(data.draw(CONTENTS)).encode())
+        assert kept_programs.result_shapes(of_ones, *arguments) == expected
+        cache.put(key, json.dumps(good | {"outline": data.draw(CONTENTS)}).encode())
+        assert len(jax.tree.leaves(kept_programs.result_shapes(of_ones, *arguments))) == len(right)
+        cache.put(key, json.dumps(good).encode())
 
 
 # ---- functions with static arguments
@@ -534,40 +575,3 @@ def test_every_process_makes_the_same_digests():
         for seed in ("1", "2")
     }
     assert len(digests) == 1
-
-
-# ---- executables that are loaded ahead
-
-_ASK = """
-import sys
-from jaxtune.system import timing
-timing._SHOWN = 0
-from jaxtune import cli
-cli.process(["generate"])
-"""
-
-
-def test_a_command_loads_ahead_what_it_needed_the_last_time(tmp_path):
-    """And does without what is gone, damaged, or not a program."""
-    base = Path(jaxtune.__file__).parent / "quickstart" / "base"
-    environment = os.environ | {"PYTHONPATH": str(base.parents[2]), "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-
-    def answered() -> tuple[str, set[str]]:
-        """(The answer, how programs were made, by the table.)"""
-        command = [sys.executable, "-c", _ASK, str(base), "--prompt", "2 + 3?", "--max-new-tokens", "2", "--timing"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-        assert done.returncode == 0, done.stderr
-        table = done.stderr.partition("main thread")[2]
-        return done.stdout, {word for word in ("ahead", "compiling") if word in table}
-
-    first, how = answered()
-    assert how == {"compiling"}
-    for _ in range(2):
-        assert answered() == (first, {"ahead"})
-    (record,) = tmp_path.glob("ahead-*")
-    (executable, *_) = tmp_path.glob("jit_prefill-*")
-    executable.write_bytes(executable.read_bytes()[:-1])
-    assert answered()[0] == first
-    record.write_bytes(b"[1, 2")
-    assert answered()[0] == first
-    assert answered() == (first, {"ahead"})

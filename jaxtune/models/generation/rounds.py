@@ -19,6 +19,7 @@ from jaxtune.models.generation.requests import FinishReason, Request, accept_all
 from jaxtune.models.generation.row_programs import RowPrograms
 from jaxtune.models.generation.sampled_model import SampledModel
 from jaxtune.models.generation.slot_rows import SlotRows
+from jaxtune.models.programs import ahead
 from jaxtune.system import timing
 
 _FEW = 4  # as a share of the slots, the rows among which a new one has a round of one step
@@ -174,6 +175,7 @@ class Rounds:
         oldest = self.dispatched.popleft()
         with timing.phase("wait", "the device"):
             tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, oldest.emitted)
+        ahead.end()
         rows: dict[int, list[int]] = {}  # slots whose rows have not ended, and their new tokens
         by_slot, logprobs_by_slot = tokens.T.tolist(), logprobs.T.tolist()
         for slot, (request, _) in oldest.requests.items():

@@ -1,6 +1,6 @@
 """Executables of kept programs, loaded while a command still imports and reads files: those that the last process of
-the same command over the same model or recipe needed in its beginning. Which of them this one needs, it tells later by
-their keys.
+the same command over the same model or recipe needed in its beginning, on its first device. Which of them this one
+needs, it tells later by their keys.
 """
 
 from __future__ import annotations
@@ -8,71 +8,118 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
+import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 
-from jaxtune.pallas import gpu_kernel
-from jaxtune.system import early_import, invocation, timing
+from jaxtune.models.programs import surroundings
+from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.system import early_import, invocation, processes, timing
 from jaxtune.system.private_jax import compilation_cache, xla_client
-from jaxtune.system.program_cache import ProgramCache, in_use, sources
+from jaxtune.system.program_cache import ProgramCache, in_use
+
+logger = logging.getLogger(__name__)
 
 _BEGINNING_SECONDS = 120.0  # of a process; what it loads later is not loaded ahead
 _MOST = 16  # programs
+_THREADS = 4  # that load
 
 
 # Of XLA, with its entry, as `kept` describes it, and a list of its devices.
 Executable = collections.namedtuple("Executable", "entry loaded devices")
 
+_kernels = ThreadPoolExecutor(8, "kernels")
 
+
+@dataclasses.dataclass
 class _Process:
-    """Of this one; never instantiated."""
+    record: str | None = None  # its name
+    loading: dict[str, Future[Executable | None]] = dataclasses.field(default_factory=dict)
+    asked: set[str] = dataclasses.field(default_factory=set)
+    keys: list[str] = dataclasses.field(default_factory=list)
+    written: int = 0  # of the keys
+    has_result: bool = False
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    loading: dict[str, Future[Executable | None]] = {}
-    keys: list[str] = []
-    lock = threading.Lock()
+
+_process = _Process()
 
 
-def begin() -> None:
-    """Begins to load in threads. Devices have been started. Nothing in a process that is no command."""
-    if (name := _record()) is None or (cache := in_use()) is None or (content := cache.get(name)) is None:
+def begin(*about: str) -> None:
+    """Begins to load in threads. Devices have been started. Nothing in a process that is no command, or one of several.
+
+    about: the model or recipe, which tells the command from others of its name.
+    """
+    if not invocation.words() or processes.count() > 1 or (cache := in_use()) is None:
         return
-    keys, devices = list(map(str, json.loads(content)))[:_MOST], jax.local_devices()[:1]
-    with _Process.lock:
-        for key in keys:
-            _Process.loading[key] = future = Future()
-            early_import.begin(functools.partial(_load, future, key, cache, devices))
-
-
-def _load(future: Future[Executable | None], key: str, cache: ProgramCache, devices: Sequence) -> None:
     try:
-        with timing.phase("cached", "ahead"):
-            content = cache.get(key)
-            future.set_result(None if content is None else load(json.loads(content), cache, devices))
-    except BaseException as error:  # raised again where the program is needed
-        future.set_exception(error)
+        _process.record = name = _record(about)
+        content = cache.get(name)
+        keys = [] if content is None else list(map(str, json.loads(content)))[:_MOST]
+    except Exception:
+        logger.debug("nothing is loaded ahead", exc_info=True)
+        return
+    devices = jax.local_devices()[:1]
+    with _process.lock:
+        if _process.has_result:
+            return
+        known = {*_process.asked, *_process.keys, *_process.loading}
+        futures: dict[str, Future[Executable | None]] = {key: Future() for key in keys if key not in known}
+        _process.loading |= futures
+    to_load = collections.deque(futures.items())
+    for _ in range(min(_THREADS, len(futures))):
+        try:
+            early_import.begin(functools.partial(_load, to_load, cache, devices))
+        except RuntimeError:  # no thread can be started: `take` waits for nothing that has not begun
+            logger.debug("no thread loads programs ahead", exc_info=True)
+            break
+
+
+def _load(to_load: collections.deque, cache: ProgramCache, devices: Sequence) -> None:
+    while True:
+        try:
+            key, future = to_load.popleft()
+        except IndexError:
+            return
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            with timing.phase("cached", "ahead"):
+                content = cache.get(key)
+                future.set_result(None if content is None else load(json.loads(content), cache, devices))
+        except BaseException as error:  # raised again where the program is needed
+            future.set_exception(error)
 
 
 def load(entry: Mapping, cache: ProgramCache, devices: Sequence) -> Executable | None:
-    """The executable of an entry; None if it is gone. Raises what JAX, XLA or a compressor raises."""
+    """The executable of an entry; None if it is gone, of other devices, or with kernels that have not passed their
+    checks here. Raises what JAX, XLA or a compressor raises.
+    """
+    # XLA ends the process if their number is another.
+    if entry["devices"] != [device.id for device in devices] or not dispatch.have_passed(entry["checks"]):
+        return None
     if (compressed := cache.get(entry["executable"])) is None:
         return None
     device = next(device for device in devices if device.process_index == jax.process_index())
-    with ThreadPoolExecutor(8, "kernels") as pool:
-        kernels = [{name: _setting(value) for name, value in kernel.items()} for kernel in entry["kernels"]]
-        gpu_kernel.compile_beside(kernels, device, pool)
+    kernels = [{name: _setting(value) for name, value in kernel.items()} for kernel in entry["kernels"]]
+    compiling = gpu_kernel.compile_beside(kernels, device, _kernels)
+    try:
         serialized, _ = compilation_cache.extract_executable_and_time(
             compilation_cache.decompress_executable(compressed)
         )
         placed = xla_client.DeviceList(tuple(devices))
         return Executable(entry, device.client.deserialize_executable(serialized, placed), placed)
+    finally:
+        wait(compiling)
 
 
 def _setting(value: Mapping[str, str] | int | bool) -> bytes | int | bool:
@@ -81,34 +128,51 @@ def _setting(value: Mapping[str, str] | int | bool) -> bytes | int | bool:
 
 def take(key: str, devices: Sequence) -> Executable | None:
     """What was loaded ahead for this key on these devices; None: it was not, or could not be."""
-    with _Process.lock:
-        future = _Process.loading.pop(key, None)
-    if future is None or list(devices) != jax.local_devices()[:1]:
+    with _process.lock:
+        _process.asked.add(key)
+        future = _process.loading.pop(key, None)
+    if future is None or future.cancel() or list(devices) != jax.local_devices()[:1]:
         return None
     with contextlib.suppress(Exception):  # whoever loads it again meets the error
         return future.result()
     return None
 
 
-def note(keys: Sequence[str], cache: ProgramCache) -> None:
-    """Records the keys of programs, for the next process; `cache` has their entries."""
-    age = time.monotonic() - timing.process_start()
-    with _Process.lock:
-        if age > _BEGINNING_SECONDS:
-            _Process.loading.clear()  # nobody has asked for it
-            return
-        new = [key for key in keys if key not in _Process.keys]
-        _Process.keys += new
-        content = json.dumps(_Process.keys[:_MOST]).encode()
-    if new and (name := _record()) is not None and cache.get(name) != content:
-        with contextlib.suppress(OSError):
+def end() -> None:
+    """There is a first result: what nobody has asked for is freed."""
+    if _process.has_result:
+        return
+    with _process.lock:
+        _process.has_result = True
+        futures = list(_process.loading.values())
+        _process.loading.clear()
+    for future in futures:
+        future.cancel()
+
+
+def note(programs: Sequence[tuple[str, Sequence]], cache: ProgramCache) -> None:
+    """Records programs, (key, devices), for the next process; `cache` has their entries."""
+    if time.monotonic() - timing.process_start() > _BEGINNING_SECONDS:
+        end()
+        return
+    try:
+        first = jax.local_devices()[:1]
+        with _process.lock:
+            known = {*_process.keys}
+            _process.keys += [key for key, devices in programs if key not in known and list(devices) == first]
+            name, count = _process.record, len(_process.keys[:_MOST])
+            if name is None or count == _process.written:
+                return
+            _process.written, content = count, json.dumps(_process.keys[:count]).encode()
+        if cache.get(name) != content:
             cache.put(name, content)
+    except Exception:
+        logger.debug("no record of programs is written", exc_info=True)
 
 
-def _record() -> str | None:
-    """The name of the command's record; None for a process that is no command."""
-    command, *words = invocation.words()[:2] or [""]
-    if not words:
-        return None
-    place = str(Path(words[0]).expanduser().absolute()) if Path(words[0]).expanduser().exists() else words[0]
-    return f"ahead-{hashlib.sha256(json.dumps([command, place, sources()]).encode()).hexdigest()}"
+def _record(about: Sequence[str]) -> str:
+    """The name of the command's record."""
+    files = [os.path.expanduser(word) for word in about]
+    places = [os.path.abspath(file) if os.path.exists(file) else word for file, word in zip(files, about, strict=True)]
+    told = invocation.words()[0], places, surroundings.of_start(jax.local_devices())
+    return f"ahead-{hashlib.sha256(json.dumps(told).encode()).hexdigest()}"

@@ -4,6 +4,7 @@ An entry of the cache of programs, under a digest of all that decides a program,
 executable, and has what the executable does not tell:
 
     executable   JAX's key
+    devices      their ids, in the order of the mesh
     name, kept   the program's name, and the arguments that it reads, by index
     results      shape, dtype and weak type of each result
     outline      how results are nested: an argument's index for a tree like it
@@ -22,13 +23,12 @@ import dataclasses
 import functools
 import json
 import logging
+import operator
 import os
-import sys
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import metadata
 from typing import NamedTuple
 
 import jax
@@ -36,19 +36,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.placement import partition
-from jaxtune.models.programs import ahead, described
+from jaxtune.models.programs import ahead, described, surroundings
 from jaxtune.models.programs.compiling import compiled
-from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
+from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import processes, timing, waiting
 from jaxtune.system.heap import uncollected
-from jaxtune.system.private_jax import config, core, pxla, xla_client
-from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources, sources_are_loaded
+from jaxtune.system.private_jax import config, core, pxla
+from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources_are_loaded
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-_OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
-_OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
 _DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
 _LEAF = "*"
 _MOST_THREADS = 16
@@ -102,7 +100,7 @@ class Request:
         try:
             with self.context():
                 parts = (self.function, leaves, structure, where, nesting, self.donated, self.shardy)
-                settings = sorted(self.options.items()), config.trace_context(), _surroundings(self.devices)
+                settings = sorted(self.options.items()), config.trace_context(), surroundings.of(self.devices)
                 return f"step-{digests.of((_FORMAT, parts, settings)).hex()}"
         except described.Undescribed as error:
             logger.info("%s is traced at every start, as a key cannot tell of %s", self.function, error)
@@ -140,7 +138,8 @@ def _built(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.
         for request, key, made in zip(requests, keys, done, strict=True):
             if isinstance(made, _Fresh) and key is not None:
                 _keep(request, key, made, cache)
-        ahead.note([key for key in keys if key is not None], cache)
+        pairs = zip(keys, requests, strict=True)
+        ahead.note([(key, request.devices) for key, request in pairs if key is not None], cache)
     return done
 
 
@@ -376,13 +375,11 @@ def result_shapes(function: Callable, *arguments):
     if cache is None or (key := _shapes_key(function, arguments)) is None:
         return jax.eval_shape(function, *arguments)
     structures = [jax.tree.structure(argument) for argument in arguments]
-    with contextlib.suppress(LookupError, TypeError, ValueError):
-        if (content := cache.get(key)) is not None:
-            entry = json.loads(content)
-            leaves = [
-                jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak) for shape, dtype, weak in entry["results"]
-            ]
-            return jax.tree.unflatten(jax.tree.structure(_nested(entry["outline"], structures)), leaves)
+    if (content := cache.get(key)) is not None:
+        try:
+            return _shapes_of(json.loads(content), structures)
+        except Exception as error:  # whatever is wrong with an entry, the function can be traced
+            logger.warning("kept shapes are not used: %s: %s; tracing anew", type(error).__name__, error)
     shapes = jax.eval_shape(function, *arguments)
     leaves, structure = jax.tree.flatten(shapes)
     with contextlib.suppress(described.Undescribed, OSError):
@@ -392,11 +389,23 @@ def result_shapes(function: Callable, *arguments):
     return shapes
 
 
+def _shapes_of(entry: Mapping, structures: Sequence):
+    """ValueError if it is not as `result_shapes` writes it; others for what is no entry at all."""
+    structure = jax.tree.structure(_nested(entry["outline"], structures))
+    if structure.num_leaves != len(entry["results"]):
+        raise ValueError(f"{len(entry['results'])} results for {structure.num_leaves} places")
+    leaves = [
+        jax.ShapeDtypeStruct(tuple(map(operator.index, shape)), jnp.dtype(dtype), weak_type=bool(weak))
+        for shape, dtype, weak in entry["results"]
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
 def _shapes_key(function: Callable, arguments: tuple) -> str | None:
     leaves, structure = jax.tree.flatten(arguments)
-    surroundings = config.trace_context(), _surroundings(jax.local_devices()[:1])
+    settings = config.trace_context(), surroundings.of(jax.local_devices()[:1])
     try:
-        return f"shapes-{described.Digests().of((_FORMAT, function, leaves, structure, surroundings)).hex()}"
+        return f"shapes-{described.Digests().of((_FORMAT, function, leaves, structure, settings)).hex()}"
     except described.Undescribed as error:
         logger.info("%s is traced at every start, as a key cannot tell of %s", function, error)
         return None
@@ -422,6 +431,7 @@ def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> Non
     kernels = [{name: _to_json(value) for name, value in kernel.items()} for kernel in fresh.kernels]
     entry = {
         "executable": fresh.executable,
+        "devices": [device.id for device in request.devices],
         "name": unloaded.name,
         "kept": sorted(unloaded.kept_var_idx),
         "results": [[aval.shape, str(aval.dtype), aval.weak_type] for aval in unloaded.output_avals],
@@ -442,7 +452,7 @@ def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compi
         executable = ahead.take(key, request.devices)
         if executable is None:
             executable = ahead.load(json.loads(content), cache, request.devices)
-        if executable is None or not dispatch.have_passed(executable.entry["checks"]):
+        if executable is None:
             return None
         with request.context():
             program = _program(request, executable)
@@ -535,35 +545,5 @@ def _to_json(value: bytes | int | bool) -> object:
     return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
-# ---- what decides programs beside their functions
-
-
 def _local(devices: Sequence):
     return next(device for device in devices if device.process_index == jax.process_index())
-
-
-def _surroundings(devices: Sequence) -> tuple:
-    client = devices[0].client
-    platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
-    settings = {name: str(value) for name, value in sorted(jax.config.values.items()) if "_cache_" not in name}
-    variables = {name: value for name, value in sorted(os.environ.items()) if _decides(name)}
-    flags = [word for word in sys.argv if word.startswith("--xla")]
-    kernels = dispatch.target(), tuning.state(), repr(gpu_kernel.interpreter())
-    return platform, sources(), _versions(), settings, variables, flags, kernels
-
-
-def _decides(variable: str) -> bool:
-    """Whether programs may depend on an environment variable."""
-    return variable.startswith(_OF_COMPILERS) and "CACHE" not in variable and not variable.startswith(_OF_ALLOCATOR)
-
-
-def _topology(devices: Sequence) -> int | None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a backend that does not tell
-        return xla_client.get_topology_for_devices(list(devices)).fingerprint()
-    return None
-
-
-@functools.cache
-def _versions() -> tuple[str, ...]:
-    packages = sorted(described.PACKAGES - {"jaxtune"})
-    return (sys.version, *versions.of_kernels(), *(f"{name} {metadata.version(name)}" for name in packages))

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtune.models.programs import ahead
 from jaxtune.system import timing
 from jaxtune.train.callbacks import Callback, Callbacks, TrainingStopped
 from jaxtune.train.config import TrainConfig
@@ -237,6 +238,7 @@ class Monitor:
         config = self.run.config
         with timing.phase("wait", "the device"):
             values = jax.device_get(latest)
+        ahead.end()
         norms = values.pop("grad_norms", None)
         now = stamp.result()
         seconds, self._counted = now - self._counted, now

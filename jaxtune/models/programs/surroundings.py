@@ -1,0 +1,52 @@
+"""What decides programs beside their functions: the machine, the software, and their settings."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+import jax
+
+from jaxtune.models.programs import described
+from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
+from jaxtune.system.private_jax import xla_client
+from jaxtune.system.program_cache import sources
+
+_OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
+_OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
+
+
+def of(devices: Sequence) -> tuple:
+    settings = {name: str(value) for name, value in sorted(jax.config.values.items()) if "_cache_" not in name}
+    kernels = dispatch.target(), tuning.state(), repr(gpu_kernel.interpreter())
+    return of_start(devices), settings, kernels
+
+
+def of_start(devices: Sequence) -> tuple:
+    """Those of them that are set when a process starts."""
+    client = devices[0].client
+    platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
+    variables = {name: value for name, value in sorted(os.environ.items()) if _decides(name)}
+    flags = [word for word in sys.argv if word.startswith("--xla")]
+    return platform, sources(), _versions(), variables, flags
+
+
+def _decides(variable: str) -> bool:
+    """Whether programs may depend on an environment variable."""
+    return variable.startswith(_OF_COMPILERS) and "CACHE" not in variable and not variable.startswith(_OF_ALLOCATOR)
+
+
+def _topology(devices: Sequence) -> int | None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a backend that does not tell
+        return xla_client.get_topology_for_devices(list(devices)).fingerprint()
+    return None
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    packages = sorted(described.PACKAGES - {"jaxtune"})
+    return (sys.version, *versions.of_kernels(), *(f"{name} {metadata.version(name)}" for name in packages))
