@@ -244,7 +244,7 @@ def forward_kernel(
                 KEYS,
                 False,
             )
-            own = tl.minimum(seen, end - 1)  # the last block's keys behind the document are another's
+            within = tl.minimum(seen, end - 1)  # the last block's keys behind the document are another's
             acc, top, total = _attend(
                 acc,
                 top,
@@ -252,7 +252,7 @@ def forward_kernel(
                 q,
                 key,
                 value,
-                own,
+                within,
                 lower,
                 full_end,
                 end,

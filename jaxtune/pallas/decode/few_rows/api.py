@@ -152,10 +152,10 @@ def gated_product(
         return triton.gated_refusal(x, (gate, up), loras, activation)
 
     if one_order.is_exact() and implementation is None:  # rounded apart, for which one kernel has no registers
-        both = products(x, (gate, up), loras)[0]
+        gate_and_up = products(x, (gate, up), loras)[0]
         if one_order.runs_kernels():
-            return one_order.triton.activated_halves(both, activation)
-        gate, up = jnp.split(both, 2, axis=1)
+            return one_order.triton.activated_halves(gate_and_up, activation)
+        gate, up = jnp.split(gate_and_up, 2, axis=1)
         return gated.activated(gate, up, activation)
     implementation_name = _chosen_product("gated_product", x, triton.MOST_ROWS, refusal, first_use, implementation)
     if implementation_name == "reference" and not implementation and len(x) > triton.MOST_ROWS:
