@@ -224,19 +224,29 @@ def _addresses(arrays) -> set[int]:
 
 
 def _first_addresses(monkeypatch) -> list[tuple[set[int], set[int]]]:
-    """Of each first step: (addresses of its arrays, addresses of all arrays that have the shape of a trained one)."""
+    """When sums are made and before each first step: (addresses of the run's arrays, of all arrays that have the shape
+    of a trained one).
+    """
     seen, before = [], jax.live_arrays()  # of other tests
-    real = Engine.first_step
 
-    def watched(self, programs, sums, state, frozen, *arguments, **options):
+    def look(trained, used):
         gc.collect()
-        trained = {(array.shape, array.dtype) for array in jax.tree.leaves(state.field("trainable"))}
         alive = [array for array in jax.live_arrays() if (array.shape, array.dtype) in trained]
-        used = jax.tree.leaves((sums, state, frozen, before))
-        seen.append((_addresses(used), _addresses(alive)))
+        seen.append((_addresses(jax.tree.leaves((used, before))), _addresses(alive)))
+
+    def shapes(trainable):
+        return {(array.shape, array.dtype) for array in jax.tree.leaves(trainable)}
+
+    def zeros(self, state, real=Engine.zero_sums):
+        look(shapes(state.trainable), state)
+        return real(self, state)
+
+    def first(self, programs, sums, state, frozen, *arguments, real=Engine.first_step, **options):
+        look(shapes(state.field("trainable")), (sums, state, frozen))
         return real(self, programs, sums, state, frozen, *arguments, **options)
 
-    monkeypatch.setattr(Engine, "first_step", watched)
+    monkeypatch.setattr(Engine, "zero_sums", zeros)
+    monkeypatch.setattr(Engine, "first_step", first)
     return seen
 
 
@@ -245,8 +255,7 @@ def test_random_weights_that_train_have_no_second_copy(folder, monkeypatch):
     config = command_config(folder, model=random, adapter=None, steps=1)
     seen = _first_addresses(monkeypatch)
     assert app.run(dataclasses.replace(config, data=dataclasses.replace(config.data, template="alpaca"))) == 0
-    ((used, alive),) = seen
-    assert alive <= used
+    assert len(seen) == 2 and all(alive <= used for used, alive in seen)
 
 
 def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch, capsys):
@@ -257,8 +266,7 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
     assert app.run(config) == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err and r"OUT[/b]\x1b[2J/merged" in printed.out
-    ((used, alive),) = seen
-    assert alive <= used
+    assert len(seen) == 2 and all(alive <= used for used, alive in seen)
     for name in ("adapter", "merged"):  # what a model was trained with travels with it
         tokenizer = load_tokenizer(Path(config.output) / name)
         assert tokenizer.chat_template == PACKAGED["alpaca"].text

@@ -328,19 +328,34 @@ def test_the_first_process_says_which_plan_and_that_there_is_none(trainer, monke
 
 
 class Failing:
-    """A compiled program that runs out of memory the first times."""
+    """A compiled program that first runs out of memory: when it is called, then when its results are awaited."""
 
-    refused: ClassVar[list[list[jax.Array]]] = []  # the sums and rows of each failed call
+    refused: ClassVar[list[list[jax.Array]]] = []  # the sums and rows of each failed call, or its results
 
     def __init__(self, program, failures):
         self.program, self.failures = program, failures
 
     def __call__(self, sums, state, frozen, rows, index):
-        if self.failures:
-            self.failures.pop()
-            self.refused.append([array for array in jax.tree.leaves((sums, rows)) if not array.is_deleted()])
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
-        return self.program(sums, state, frozen, rows, index)
+        if not self.failures:
+            return self.program(sums, state, frozen, rows, index)
+        self.failures.pop()
+        if not len(self.refused) % 2:
+            self.refused.append(jax.tree.leaves((sums, rows)))
+            raise _NO_MEMORY
+        results = self.program(sums, state, frozen, rows, index)
+        self.refused.append(jax.tree.leaves((results, rows)))
+        return results
+
+
+_NO_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+
+def _awaited(arrays, awaits=jax.block_until_ready):
+    """Fails for results of a failed call."""
+    awaited = {id(array) for array in jax.tree.leaves(arrays)}
+    if any(id(array) in awaited and not array.is_deleted() for refused in Failing.refused[1:] for array in refused):
+        raise _NO_MEMORY
+    return awaits(arrays)
 
 
 def run_with_failures(tmp_path, monkeypatch, count, steps):
@@ -364,6 +379,7 @@ def test_out_of_memory_in_the_first_step_is_planned_again(steps, tmp_path, monke
     plain.train()
     trainer = run_with_failures(tmp_path / "failing", monkeypatch, 2, steps)
     Failing.refused.clear()
+    monkeypatch.setattr(jax, "block_until_ready", _awaited)
     trainer.train()
     assert "the first step ran out of memory; planning again" in capsys.readouterr().err
     assert len(Failing.refused) == 2

@@ -437,6 +437,7 @@ class Engine:
             return state.tree, self.sums_shapes(state.tree), weights
 
         while True:
+            summed = None
             try:
                 summed = self.accumulate(self.at(programs, step), sums, state, frozen, micro_batches)
                 return programs, jax.block_until_ready(summed), frozen, micro_batches
@@ -445,8 +446,9 @@ class Engine:
                     raise
                 short = self._search.short_bytes(error, self.mesh.local_devices)
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *micro_batches)
-            jax.tree.map(lambda array: array.delete(), (sums, micro_batches))  # the caller still refers to them
-            del sums, micro_batches
+            # The caller still refers to the arguments; the results of what failed hold the memory of donated sums.
+            jax.tree.map(lambda array: array.delete(), (sums, summed, micro_batches))
+            del sums, summed, micro_batches
             programs = None
             self._search.replan("the first step ran out of memory", None, print_line, True, short)
             self.follow_plan()

@@ -297,8 +297,7 @@ class TrainedModel:
             frozen = self.placed_frozen(engine)  # before the sums leave a block free, as it may make transposed codes
             return resumed, engine.first_sums(resumed), frozen
         self.take_weights()
-        factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
-        self.fresh = bool(factors) and not any(_has_number(partition.on_host(b)) for b in factors)
+        self.fresh = _is_fresh(self.given)
         state, frozen = self._first(engine)
         # The given tensors are freed before the sums are made, so that the sums take their place. Otherwise the step's
         # temporary buffer, which is a single block, may find no room although enough bytes are free.
@@ -382,6 +381,12 @@ def with_embedding_on_device(model: Decoder) -> Decoder:
             if not out_of_memory(error):
                 raise
     return model
+
+
+def _is_fresh(model: Decoder) -> bool:
+    """Whether it has an adapter whose B is 0."""
+    factors = [matrix.lora.b.get_value() for _, matrix in matrices(model) if matrix.lora is not None]
+    return bool(factors) and not any(_has_number(partition.on_host(b)) for b in factors)
 
 
 def _has_number(array: np.ndarray) -> bool:
