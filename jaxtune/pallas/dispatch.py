@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,11 +67,14 @@ def compute_capability() -> tuple[int, int] | None:
 # (op, implementation, kind of call) -> why this GPU must not run it, or None: what `first_use` finds.
 first_uses: dict[Call, Future[str | None]] = {}
 _first_use_lock = threading.Lock()
-_checkers = ThreadPoolExecutor(8, "first use")
+_queues: contextvars.ContextVar[bool] = contextvars.ContextVar("queues", default=False)  # of `_tracing`
+_traces: contextvars.ContextVar[bool] = contextvars.ContextVar("traces", default=False)  # whether within `_tracing`
+_checkers = ThreadPoolExecutor(8, "first use", _traces.set, (True,))
 _pending: list[Callable[[], None]] = []  # checks that wait for `begin_checks`
-# The checks that were asked for within `built`, which waits for them at its end, or `unchecked`; None outside.
-_beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
-_unwaited: list[Future[str | None]] = []  # that were asked for within `unchecked`
+_caches = threading.Condition()  # of the next three
+_tracers = 0  # threads within `_tracing`
+_forgetting = False  # whether one waits for them to clear JAX's caches
+_forgotten: set[Future[str | None]] = set()  # failed checks, with whose kernels the caches have no trace
 # What `choose` said or would say within `overheard`; None outside.
 _heard: contextvars.ContextVar[list[Said] | None] = contextvars.ContextVar("heard", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
@@ -97,18 +100,17 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
             first_uses[op, name, call] = check = Future()
             _pending.append(functools.partial(_check, check, op, name, call, compare))
         check = first_uses[op, name, call]
-    queued = _beside.get()
-    if queued is None or check.done():
+    if not _queues.get() or check.done():
         begin_checks()
         with timing.phase("wait", "kernel checks"):
             return check.result()
-    queued.append(check)
     return None
 
 
 def any_failed() -> bool:
     """Whether a check of this process has a reason against a kernel."""
-    checks = list(first_uses.values())
+    with _first_use_lock:
+        checks = list(first_uses.values())
     return any(check.done() and (check.exception() or check.result()) for check in checks)
 
 
@@ -149,46 +151,82 @@ def unchecked():
     """A context for abstract evaluation (jax.eval_shape): `first_use` queues checks, which a later `built` waits for,
     and assumes that kernels are right.
     """
-    token = _beside.set(asked := [])
-    try:
+    with _tracing(queues=True):
         yield
-    finally:
-        _beside.reset(token)
-        with _first_use_lock:
-            _unwaited.extend(asked)
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
     """Calls `build`, which traces, lowers and may compile, beside the checks of `first_use`, of which a model of
-    experts has a dozen, of up to 20 s. They start with `begin_checks`, or at the end, where all are waited for. If one
-    fails, JAX's caches are cleared and `build` runs again, with that kernel refused.
+    experts has a dozen, of up to 20 s. They start with `begin_checks`, or at the end, where those of all threads are
+    waited for: JAX's caches may have given a trace with a kernel that another thread asked for. If one fails, these are
+    cleared and `build` runs again, with that kernel refused. Within another `built`, checks are waited for at once.
     """
-    queued: list[Future[str | None]] = []
-    token = _beside.set(queued)
+    queues = is_outer = not _traces.get()
+    while True:
+        with _tracing(queues) as forgotten:
+            try:
+                programs = build()
+            except Exception:  # a kernel that fails its check may not even lower or compile
+                if not is_outer or waiting.failed() is not None or _failed() <= forgotten:
+                    raise
+            else:
+                if not is_outer or _failed() <= forgotten:
+                    return programs
+        _forget_failed()
+        queues = False
+
+
+@contextlib.contextmanager
+def _tracing(queues: bool) -> Iterator[Set[Future[str | None]]]:
+    """Around what leaves traces in JAX's caches. Yields the failed checks with whose kernels these had none at its
+    beginning, and get none. queues: whether `first_use` queues checks.
+    """
+    global _tracers
+    is_outer = not _traces.get()
+    with _caches:
+        if is_outer:
+            _caches.wait_for(lambda: not _forgetting)
+            _tracers += 1
+        forgotten = frozenset(_forgotten)
+    tokens = _queues.set(queues), _traces.set(True)
     try:
-        programs = build()
-    except Exception:  # a kernel that fails its check may not even lower or compile
-        if waiting.failed() is not None or not _failed(queued):
-            raise
-    else:
-        if not _failed(queued):
-            return programs
+        yield forgotten
     finally:
-        _beside.reset(token)
-    jax.clear_caches()  # removes traces with a kernel that is refused now
-    return build()
+        _queues.reset(tokens[0])
+        _traces.reset(tokens[1])
+        with _caches:
+            _tracers -= is_outer
+            _caches.notify_all()
 
 
-def _failed(checks: list[Future[str | None]]) -> bool:
-    """Whether a check has a reason against a kernel, once all are done."""
+def _forget_failed() -> None:
+    """Clears JAX's caches of traces with kernels that failed. Waits until no thread traces: what it had taken from the
+    caches would get into them again.
+    """
+    global _forgetting
+    with _caches:
+        _caches.wait_for(lambda: not _forgetting)
+        _forgetting = True
+        try:
+            _caches.wait_for(lambda: not _tracers)
+            with _first_use_lock:
+                checks = {check for check in first_uses.values() if check.done() and check.exception() is None}
+            failed = {check for check in checks if check.result() is not None}
+            if not failed <= _forgotten:
+                jax.clear_caches()
+                _forgotten.update(failed)
+        finally:
+            _forgetting = False
+            _caches.notify_all()
+
+
+def _failed() -> set[Future[str | None]]:
+    """The checks of this process that have a reason against a kernel, once all are done."""
     with _first_use_lock:  # before they begin: of what comes later none may have begun
-        checks = [*checks, *_unwaited]
+        checks = list(first_uses.values())
     begin_checks()
     with timing.phase("wait", "kernel checks"):
-        failed = [check.result() is not None for check in checks]
-    with _first_use_lock:  # only now, as a program of another thread may have one's kernel from JAX's caches
-        _unwaited[:] = [check for check in _unwaited if not check.done()]
-    return any(failed)
+        return {check for check in checks if check.result() is not None}
 
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:

@@ -28,6 +28,7 @@ _WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for e
 # process whose service ends, with another exit code.
 _EXIT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+_GONE = "the run is complete; at its end another process was gone already"
 
 
 class _Run:
@@ -35,6 +36,7 @@ class _Run:
 
     watcher: threading.Thread | None = None  # runs `_watch`; None before `join` and in a run of one process
     leaving = False  # whether this process is ending by `leave`, so that the watcher must not end it
+    patience_seconds = 0.0  # from the end of a whole run until all must have left it
     last_words = ""  # the message that the others print if this process fails; "": they print its exit code
 
 
@@ -59,11 +61,17 @@ def leave(code: int) -> None:
         _Run.watcher.join()
         import jax
 
+        # The first one, with whose service the others would be aborted, leaves after them.
+        patience_seconds = _Run.patience_seconds + (2 * _EXIT_SECONDS if first() else 0.0)
+        without_all = threading.Timer(patience_seconds, _leave_without_all)
+        without_all.daemon = True
+        without_all.start()
         try:
             # Waits for all: JAX aborts one that still uses the service when the first one ends.
             jax.distributed.shutdown()
         except RuntimeError as error:
-            logger.warning("the run is complete; at its end another process was gone already: %s", error)
+            logger.warning("%s: %s", _GONE, error)
+        without_all.cancel()
         return
     _Run.leaving = True
     words = _Run.last_words or f"exit code {code}"
@@ -115,8 +123,18 @@ def _heard(client: Any) -> None:
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 
-def watch() -> None:
-    """Starts the thread that ends this process if another one fails."""
+def _leave_without_all() -> None:
+    """JAX aborts this process once it has missed another one's heartbeats."""
+    logger.warning(_GONE)
+    end_now([0])
+    os._exit(0)
+
+
+def watch(heartbeat_seconds: float) -> None:
+    """Starts the thread that ends this process if another one fails. heartbeat_seconds: after which JAX misses one; the
+    last heartbeat may be half of them old.
+    """
+    _Run.patience_seconds = heartbeat_seconds / 3
     _Run.watcher = threading.Thread(target=_watch, name="others", daemon=True)
     _Run.watcher.start()
 

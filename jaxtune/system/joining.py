@@ -1,6 +1,6 @@
 """How a process becomes one of several: by arguments, or as SLURM or Open MPI started it.
 
-A killed process is noticed after HEARTBEAT_SECONDS, and JAX ends the others.
+A killed process is noticed after HEARTBEAT_SECONDS, and JAX ends the others, unless the run is complete.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         terminal.be_silent()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a process that JAX ends loses what is still in a buffer
         sys.stdout.reconfigure(line_buffering=True)
-    watch()
+    watch(HEARTBEAT_SECONDS)
 
 
 def is_one_of_several(*arguments: str | int | None) -> bool:

@@ -197,7 +197,9 @@ def users_code(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_work() -> Iterator[None]:
-    """Around this package's work that user code asked for, such as a save: no signal raises out of it."""
+    """Around this package's work that user code asked for, such as a save: no signal raises out of it, and the watchdog
+    does not look beside it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -205,6 +207,9 @@ def own_work() -> Iterator[None]:
     del _codes[:]
     _alarm.clear()
     try:
+        if (listener := _last(_listeners)) is not None:
+            with listener.lock:  # a look of the watchdog's ends first, and no other begins
+                pass
         yield
     finally:
         _codes[:] = codes

@@ -104,16 +104,22 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
+    @property
+    def in_their_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
     def end(self) -> None:
-        """No more calls, as the run ends by an error."""
-        self._ended = True
+        """No more calls, as the run ends by an error; nothing from another thread, whose error reaches this one."""
+        self._ended = self._ended or self.in_their_thread
 
     def tell(self, event: str, *arguments: object) -> None:
         """Calls a method of each; from another thread, such as a save's, the call is made later."""
         self._late.append((event, arguments))
-        if threading.get_ident() != self._thread:
-            return
-        while self._late and not self._ended:
+        self.tell_late()
+
+    def tell_late(self) -> None:
+        """Makes the calls that other threads asked for; nothing in another thread."""
+        while self.in_their_thread and self._late and not self._ended:
             event, arguments = self._late.pop(0)
             for callback in self._callbacks:
                 if getattr(type(callback), event) is getattr(Callback, event):

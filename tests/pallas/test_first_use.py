@@ -1,13 +1,19 @@
 """A kernel is compared with the reference at its first use on a GPU; here the CPU says that it is one."""
 
+import functools
 import shutil
 import sys
+import tempfile
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxtune.pallas import dispatch, versions
@@ -29,18 +35,22 @@ from jaxtune.pallas.quant_matmul import triton as quant_triton
 from jaxtune.pallas.quant_matmul.reference import exact_product
 
 
-@pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
+def as_on_a_gpu(monkeypatch, cache):
+    monkeypatch.setenv("JAXTUNE_CACHE", str(cache))
     monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    as_on_a_gpu(monkeypatch, tmp_path)
 
 
 class Counted:
     """A kernel: the reference, but for what `spoil` does to its output."""
 
-    def __init__(self, spoil=lambda out: out):
-        self.spoil, self.calls = spoil, 0
+    def __init__(self, spoil=lambda out: out, is_wrong=True):
+        self.spoil, self.is_wrong, self.calls = spoil, is_wrong, 0
 
     def compare(self):
         self.calls += 1
@@ -207,7 +217,7 @@ def test_a_check_that_another_thread_asks_for_meanwhile_is_waited_for_by_the_nex
     assert programs == ["first"] and not wrong.calls
     builds = []
     dispatch.built(lambda: builds.append("second"))
-    assert len(builds) == 2 and wrong.calls == 1 and not dispatch._unwaited
+    assert len(builds) == 2 and wrong.calls == 1
 
 
 @pytest.mark.parametrize("name", ["wrong", "unlowerable"])
@@ -217,6 +227,117 @@ def test_a_program_is_built_again_without_a_kernel_that_fails_meanwhile(gpu, nam
     assert built({name: wrong, "other": other}) == [2, 2]
     assert dispatch.record["op"][0] == "reference" and dispatch.record["op"][1].keys() == {name, "other"}
     assert (wrong.calls, other.calls) == (1, 1)
+
+
+def of_shared(kernels):
+    """A function that doubles for each of the kernels, by which a wrong one triples; traced once for all programs."""
+
+    def doubling(name, kernel):
+        table = {name: lambda: check(kernel, name), "reference": lambda: None}
+        return jax.jit(lambda x: x * (3 if dispatch.choose("op", table, None) == name and kernel.is_wrong else 2))
+
+    shared = {name: doubling(name, kernel) for name, kernel in kernels.items()}
+
+    def program(names):
+        return jax.jit(lambda x: functools.reduce(lambda x, name: shared[name](x), names, x))
+
+    return program
+
+
+def test_a_program_whose_kernel_another_thread_asked_for_waits_for_the_check(gpu):
+    """It gets the other's trace from JAX's caches, and asks for nothing."""
+    lowered, ended = threading.Event(), threading.Event()
+    wrong = Counted(lambda out: out * 1.5 if ended.wait(60) else out)
+    program, results = of_shared({"wrong": wrong}), []
+
+    def build():
+        module = program(["wrong"]).lower(1.0)
+        lowered.set()
+        dispatch.begin_checks()
+        return module.compile()
+
+    first = threading.Thread(target=lambda: results.append(dispatch.built(build)(1.0)))
+    first.start()
+    assert lowered.wait(60)
+    second = threading.Thread(target=lambda: results.append(dispatch.built(build)(1.0)))
+    second.start()
+    second.join(1.0)
+    ended.set()
+    first.join(60)
+    second.join(60)
+    assert results == [2, 2] and wrong.calls == 1
+
+
+def test_what_one_thread_had_of_a_wrong_kernel_gets_into_no_other_s_program(gpu):
+    """The caches are cleared when nobody traces."""
+    begun, failed, over = threading.Event(), threading.Event(), threading.Event()
+    wrong = Counted(lambda out: out * 1.5)
+    program = of_shared({"wrong": wrong})
+
+    @jax.jit
+    def slowly_traced(x):
+        x = program(["wrong"])(x)
+        begun.set()
+        failed.wait(1.0)  # a clearing of the caches waits for this thread, and this thread not for ever for it
+        return x
+
+    def slow():
+        module = jax.jit(lambda x: slowly_traced(x)).lower(1.0)
+        over.set()
+        return module.compile()
+
+    def quick():
+        if wrong.calls:
+            assert over.wait(60)
+        module = jax.jit(lambda x: slowly_traced(x) if wrong.calls else program(["wrong"])(x)).lower(1.0)
+        return module.compile()
+
+    results = []
+    clear = jax.clear_caches
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "clear_caches", lambda: [clear(), failed.set()])
+        other = threading.Thread(target=lambda: results.append(dispatch.built(slow)(1.0)))
+        other.start()
+        assert begun.wait(60)
+        results.append(dispatch.built(quick)(1.0))
+        other.join(60)
+    assert results == [2, 2]
+
+
+@settings(max_examples=20, phases=(Phase.explicit, Phase.generate))  # a search for smaller ones takes minutes
+@given(st.data())
+def test_no_program_of_many_threads_has_a_kernel_that_fails(data):
+    seconds = st.floats(0.0, 0.05)
+    kernels = {}
+    for index in range(data.draw(st.integers(1, 3))):
+        wait, is_wrong = data.draw(seconds), data.draw(st.booleans())
+
+        def spoil(out, wait=wait, is_wrong=is_wrong):
+            time.sleep(wait)
+            return out * 1.5 if is_wrong else out
+
+        kernels[f"kernel {index}"] = Counted(spoil, is_wrong)
+    program = of_shared(kernels)
+    of_threads = [
+        (data.draw(st.lists(st.sampled_from(sorted(kernels)), min_size=1)), data.draw(seconds), data.draw(seconds))
+        for _ in range(data.draw(st.integers(2, 4)))
+    ]
+
+    def result(names, before, between):
+        def build():
+            time.sleep(before)
+            module = program(names).lower(1.0)
+            dispatch.begin_checks()
+            time.sleep(between)
+            return module.compile()
+
+        return dispatch.built(build)(1.0)
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor() as pool:
+        as_on_a_gpu(patch, cache)
+        results = [pool.submit(result, *each) for each in of_threads]
+        assert [each.result() for each in results] == [2 ** len(names) for names, *_ in of_threads]
+    assert all(kernel.calls <= 1 for kernel in kernels.values())
 
 
 def test_nothing_is_run_without_a_gpu_or_for_another_one(monkeypatch):

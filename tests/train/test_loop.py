@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import time
 
 import jax
 import pytest
@@ -19,6 +20,7 @@ from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.loop.monitor import Monitor, TrainingStopped
 from jaxtune.train.loop.run import Run
+from jaxtune.train.loop.saving import SavePolicy
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -53,6 +55,28 @@ class Watch(Callback):
         self.seen.append(("saved", step))
 
 
+class Stays(Callback):
+    """Once `step` is dispatched, a save is due, and a method goes on until the watchdog has read the step for it."""
+
+    def __init__(self, method: str, step: int):
+        self.method, self.step, self.is_save_due = method, step, False
+        self.launched: list = []
+
+    def between(self, moment):
+        if (self.method, self.step) == ("between", moment.step):
+            self._until_read()
+
+    def stepped(self, step, metrics):
+        if (self.method, self.step) == ("stepped", step + 1):
+            self._until_read()
+
+    def _until_read(self):
+        self.is_save_due, until = True, time.monotonic() + 60
+        while ("read", self.step) not in self.launched:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     trainer = Trainer(lora_model(), None, config_of(tmp_path_factory.mktemp("first")), ROWS, HELD_OUT)
@@ -71,19 +95,24 @@ def config_of(folder, log=1, saves=None, evaluates=None, **changes):
     )
 
 
-def run(folder, programs, wishes, bad=(), at_once=False, **settings):
+def run(folder, programs, wishes, bad=(), at_once=False, idle=None, stays=None, **settings):
     """(events, dispatches and reads, lines of metrics.jsonl without times, saved steps, why it stopped) of a run. bad:
-    steps (from 1) whose loss is not finite. at_once: waits for each step."""
+    steps (from 1) whose loss is not finite. idle: the step whose gradients are zero. at_once: waits for each step."""
     seen, launched, stopped = [], [], None
-    trainer = Trainer(
-        lora_model(), None, config_of(folder, **settings), ROWS, HELD_OUT, callbacks=[Watch(seen, wishes)]
-    )
+    callbacks: list[Callback] = [Watch(seen, wishes)]
+    if stays is not None:
+        stays.launched = launched
+        callbacks.append(stays)
+    trainer = Trainer(lora_model(), None, config_of(folder, **settings), ROWS, HELD_OUT, callbacks=callbacks)
 
     def update(state, sums):
         step = sum(what == "dispatched" for what, _ in launched) + 1
         if step in bad:
             bad_sums = dataclasses.replace(sums.tree, loss=sums.tree.loss * float("nan"))
             sums = trainer.engine.flat(state.tree, bad_sums)[1]
+        if step == idle:
+            no_gradients = jax.tree.map(lambda sum: 0.0 * sum, sums.tree.gradients)
+            sums = trainer.engine.flat(state.tree, dataclasses.replace(sums.tree, gradients=no_gradients))[1]
         result = programs.update(state, sums)
         launched.append(("dispatched", step))
         return result
@@ -103,6 +132,7 @@ def run(folder, programs, wishes, bad=(), at_once=False, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitor, "step_dispatched", flushed)
         patch.setattr(Monitor, "_take", taken)
+        patch.setattr(SavePolicy, "time_is_up", lambda *_: stays is not None and stays.is_save_due)
         try:
             trainer.train()
         except TrainingStopped as error:
@@ -165,6 +195,21 @@ def test_a_guard_ends_the_run_one_step_late_and_no_bad_update_is_made(tmp_path_f
     assert [event[1] for event in seen if event[0] == "stepped"] == [*range(1, end + 1)]
     assert launched[-1] == ("read", end) and launched.count(("dispatched", end + 2)) == 0
     assert all(step < first for step in saved)
+
+
+@given(st.integers(2, STEPS), st.sampled_from(("between", "stepped")), st.booleans())
+@_FEW
+def test_a_guard_ends_the_run_also_at_a_step_that_the_watchdog_has_read(
+    tmp_path_factory, programs, end, method, is_finite
+):
+    """Also where the guard speaks once: later steps of the run with an idle one are good."""
+    how = dict(idle=end) if is_finite else dict(bad={end}, guards=GuardConfig(max_nonfinite_in_row=1))
+    stays = Stays(method, end)
+    seen, launched, _, saved, stopped = run(tmp_path_factory.mktemp("read"), programs, {}, stays=stays, **how)
+    assert stopped is not None and stopped.startswith(f"step {end}:" if is_finite else "1 steps in a row")
+    assert [event[1] for event in seen if event[0] == "stepped"] == [*range(1, end + 1)]
+    assert launched[-1] == ("read", end) and launched.count(("dispatched", end + 1)) == 0
+    assert is_finite or all(step < end for step in saved)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

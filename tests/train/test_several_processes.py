@@ -10,9 +10,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +121,29 @@ def same_tensors(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_allclose(np.float32(a[name]), np.float32(b[name]), rtol=0, atol=tolerance, err_msg=name)
+
+
+AT_THE_END = """
+    import os, signal, sys
+    import jax
+    from jaxtune.system import ending, joining
+
+    fault, address, count, index = sys.argv[1], *(word.split("=")[1] for word in sys.argv[2:])
+    joining.HEARTBEAT_SECONDS = 20
+    joining.join(address, int(count), int(index))
+    jax.devices()
+    if fault == "kill":
+        jax.distributed.shutdown = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    ending.leave(0)
+"""
+
+
+@pytest.mark.full
+def test_one_that_is_killed_once_the_run_is_complete_leaves_the_others_their_code():
+    script = textwrap.dedent(AT_THE_END)
+    ended = run_together([["-c", script, fault] for fault in ("wait", "kill", "wait")])
+    assert [code for code, _ in ended] == [0, -signal.SIGKILL, 0], ended
+    assert all("the run is complete; at its end another process was gone" in ended[index][1] for index in (0, 2))
 
 
 @pytest.mark.full

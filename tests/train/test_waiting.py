@@ -353,6 +353,23 @@ def test_a_save_that_a_callback_asks_for_is_not_interrupted(tmp_path, undisturbe
         assert waiting.interruptible() == "f"
 
 
+def test_what_a_callback_asks_for_is_not_done_beside_a_look_of_the_watchdog():
+    began, ended = threading.Event(), []
+
+    def look():
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            time.sleep(0.3)
+            ended.append(time.monotonic())
+
+    with waiting.listening(look), waiting.users_code("f"):
+        assert began.wait(60)
+        with waiting.own_work():
+            looks = len(ended)
+            time.sleep(0.7)
+            assert looks == len(ended) > 0
+
+
 # ---- code that does not return
 
 DEAF = """

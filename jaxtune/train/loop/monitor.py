@@ -131,6 +131,7 @@ class Monitor:
         self._looked_at = 0  # steps by which _idle was reduced
         self.seconds: list[float] = []  # seconds of each step
         self._measured = False  # whether the plan's prediction was compared with them
+        self._unraised: BaseException | None = None  # of a step that another thread took
         self._finished, self._clock = finished, clock
         self._stamps = ThreadPoolExecutor(1, "clock")
         self._pausing = self._waiting = False
@@ -210,6 +211,7 @@ class Monitor:
         """
         self.waiting.append((step, latest, counts, self._data_wait, self._stamps.submit(self._finished, latest)))
         self._data_wait = 0.0
+        self._raise_late()
         if len(self.waiting) > 1:
             self._take()
 
@@ -225,14 +227,33 @@ class Monitor:
 
     def flush(self) -> None:
         """Waits for all dispatched steps, processes them and waits until their lines are written; may raise
-        TrainingStopped.
+        TrainingStopped. Any thread may call it, and the callbacks' one raises later what another has raised.
         """
+        self._raise_late()
         while self.waiting:
             self._take()
         self.logger.flush()
 
+    def _raise_late(self) -> None:
+        """Raises the error of a step that another thread took; once in the callbacks' thread, after late calls."""
+        if (error := self._unraised) is None:
+            return
+        if self.callbacks.in_their_thread:
+            self._unraised = None
+            self.callbacks.tell_late()
+        raise error.with_traceback(None)  # which would grow each time
+
     def _take(self) -> None:
-        """Processes the oldest dispatched step: callbacks, then history, log, screen, guards; raises its error."""
+        """Processes the oldest dispatched step, and raises its error."""
+        try:
+            self._process()
+        except BaseException as error:
+            if not self.callbacks.in_their_thread:
+                self._unraised = error
+            raise
+
+    def _process(self) -> None:
+        """Callbacks, then history, log, screen, guards. In a callback another thread may process the next step."""
         self._record()
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
@@ -292,7 +313,7 @@ class Monitor:
             planner = self.run.planner
             for text in measured_lines(planner.forecast, planner.device, self.seconds[1:], line["peak_memory_bytes"]):
                 self.progress.print(text)
-        self._guard(step, loss, norm, values)
+        self._guard(step, loss, norm, values, line)
         if norms is not None and values["finite"] and norm > 0.0:
             self._guard_adapters(steps_done, norms)
 
@@ -336,11 +357,11 @@ class Monitor:
             "guards.adapters_without_gradient=true to continue"
         )
 
-    def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """TrainingStopped if the run must end, by the step's metrics `values`. In fp16 an overflow is no error."""
+    def _guard(self, step: int, loss: float, norm: float, values: dict, line: dict[str, Any]) -> None:
+        """TrainingStopped if the run must end, by a step's metrics and its line. In fp16 an overflow is no error."""
         nth = step + 1
         if values["finite"]:
-            self.bad.clear()
+            self.bad = [later for later in self.bad if later[0] > nth]
             # Rows that are learnt, such as pairs beyond the margin of a hinge loss, have neither loss nor gradient.
             if norm == 0.0 and values["count"] > 0 and abs(loss) > _LEARNT:
                 raise TrainingStopped(
@@ -348,13 +369,13 @@ class Monitor:
                     f"{len(self.run.trained)}, first {self.run.trained[0]}"
                 )
             if nth == 1 and values["count"] > 0:
-                self.run.check_first(self.run.history[-1])
+                self.run.check_first(line)
             if values["count"] == 0 and self.run.batches.steps_per_epoch == 1:
                 raise TrainingStopped(f"step {nth}: no token of the whole data set is trained on")
             return
         if self.run.config.computes_in == "fp16" and values["loss_scale"] > 1.0:
             return  # an overflow of the scaled loss, after which the scale was halved, is not an error
-        self.bad.append((nth, loss, norm))
+        self.bad = sorted([*self.bad, (nth, loss, norm)])
         sources = self.run.batches.sources_at(step)
         listed = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
         self.progress.print(f"step {nth}: loss {loss}, gradient norm {norm}: update skipped; rows {listed}")

@@ -81,6 +81,10 @@ class StepCost(StepParts):
     def limited(self, limits: Mapping[str, tuple[int, float]]) -> StepCost:
         return dataclasses.replace(self, limits={**self.limits, **limits})
 
+    def without_last_resorts(self) -> StepCost:
+        """Of plans with all weights on the device."""
+        return self.limited({word: (0, 0) for word, movable in self.movables.items() if movable.last_resort})
+
     def may(self, word: str, level: int) -> bool:
         """Whether a plan may have this much of a movable moved."""
         least, most = self.limits.get(word, (0, math.inf))

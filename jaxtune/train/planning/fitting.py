@@ -80,8 +80,7 @@ def fitting_settings(
         if key not in models:
             models[key] = abstract_model(shape, option.model)
         costs = step_cost(models[key], option)
-        last = {word: (0, 0) for word, movable in costs.movables.items() if movable.last_resort}
-        return costs.limited(last) if keeps else costs
+        return costs.without_last_resorts() if keeps else costs
 
     for text, option in options:
         key = text.split("=")[0]
