@@ -12,12 +12,10 @@ import time
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from tiny_models import tiny_model
+from tiny_models import over, tiny_model
 
 import jaxtune
 from jaxtune.models.generation.sampler import Sampler
-from jaxtune.models.placement import partition
 
 PROMPTS = [[1, 2, 3, 4]] * 16
 
@@ -73,10 +71,7 @@ def pending() -> None:
 
 def divided() -> None:
     global _held
-    model = slow_model()
-    graph, state = nnx.split(model)
-    model = nnx.merge(graph, partition.put(state, partition.shardings(state, partition.make_mesh(2))))
-    _held = Sampler(model, 8, 128)
+    _held = Sampler(over(slow_model(), 2), 8, 128)
     for prompt in PROMPTS[:4]:
         _held.submit(prompt, 64, eos_token_ids=[])
     for _ in range(3):

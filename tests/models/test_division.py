@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from tiny_models import adapted_model, tiny_model
+from tiny_models import adapted_model, over, tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder
@@ -52,13 +52,6 @@ MODELS = {
 @functools.cache
 def made(name: str) -> Decoder:
     return MODELS[name]()
-
-
-def over(model: Decoder, *sizes: int) -> Decoder:
-    """The model on a mesh of (data, fsdp) devices."""
-    mesh = partition.make_mesh(*sizes)
-    graph, state = nnx.split(model)
-    return nnx.merge(graph, partition.put(state, partition.shardings(state, mesh)))
 
 
 def rows_of(sampler: Sampler, prompts, new, **changes) -> list[Row]:
