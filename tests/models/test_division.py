@@ -123,7 +123,10 @@ def test_drawn_slots_prompts_and_groups(data):
     settings |= dict(prefix_bytes=data.draw(st.sampled_from([None, 0, 1 << 20])))
     settings |= dict(exact=sizes[1] == 1 and data.draw(st.booleans()))
     found = rows_of(Sampler(over(made("adapter"), *sizes), slots=slots, **settings), prompts, new, **changes)
-    wanted = rows_of(Sampler(made("adapter"), slots=4, **settings), prompts, new, **changes)
+    # Of other slots a filter's sums round otherwise, also with `exact`, on one device too.
+    wanted = rows_of(
+        Sampler(made("adapter"), slots=slots if settings["exact"] else 4, **settings), prompts, new, **changes
+    )
     assert_alike(found, wanted)
     for row, other in zip(found, wanted, strict=True):
         assert [[token for token, _ in top] for top in row.top_logprobs] == [
