@@ -15,8 +15,8 @@ sampler's and the trainer's log-probabilities.
     trl_0.6b, trl_8b     TRL's GRPOTrainer with transformers' generation on the shape of 0.6b or 8b; needs trl
     curves_bf16, _fp16,  the packaged model learns from rewards (the recipe quickstart-rewards), seeds 0 to 2: the
     _nf4                 reward of every step, the largest mismatch, and exact match before and after
-    8b_over_2, 8b_one    answers of 256 tokens, 64 a GPU: weights divided over two GPUs (the allocators held to 14 GB),
-                         and on one; run only if they are named
+    8b_over_2, 8b_one,   answers of 256 tokens, 64 a GPU: weights divided over two GPUs (the allocators held to 14 GB),
+    8b_data_2            on one GPU, and whole on each of two; run only if they are named
     8b_256, 8b_256_exact answers of 256 tokens, 20 steps as usual and 60 with `exact`, and _nf4: `seconds` so far after
                          each step; run only if they are named
     tiny                 all of this in seconds, to check the script; runs only if it is named
@@ -56,8 +56,13 @@ class Case:
     answers: int = 8  # to a prompt
     length: int = 5760  # tokens of a row: eight prompts with their answers, and a multiple of 128
     steps: int = 4  # the first of them compiles
-    fsdp: int = 1  # GPUs that divide the weights; `prompts` are those of all
+    data: int = 1  # GPUs, or groups of GPUs, that have the weights each; `prompts` are those of all
+    fsdp: int = 1  # GPUs that divide the weights
     exact: bool = False  # sampler and training compute the same bits
+
+    @property
+    def gpus(self) -> int:
+        return self.data * self.fsdp
 
 
 # The most wanted first: later ones are left out where time is short.
@@ -67,10 +72,11 @@ STEPS = {
     "8b_nf4": Case("llama-3.1-8b", "nf4", budget_gb=24.0),
     "30b_a3b": Case("qwen3-30b-a3b", optim="adamw_8bit"),
 }
-# Weights over two GPUs that could not hold them alone, and a GPU that can, with as many answers a GPU.
+# Weights over two GPUs that could not hold them alone, a GPU that can, and two, with as many answers a GPU.
 OVER = {
     "8b_one": Case("llama-3.1-8b", answer=256, length=3712),
     "8b_over_2": Case("llama-3.1-8b", budget_gb=14.0, answer=256, length=3712, prompts=16, fsdp=2),
+    "8b_data_2": Case("llama-3.1-8b", answer=256, length=3712, prompts=16, data=2),
 }
 _SHORT = Case("llama-3.1-8b", answer=256, length=3712, steps=21)
 EXACT = {
@@ -128,7 +134,7 @@ def trainer_of(case: Case, folder: str) -> Any:
     from jaxtune.train.trainer import Trainer
 
     hf = SHAPES[case.shape] if isinstance(case.shape, str) else case.shape
-    mesh = partition.make_mesh(1, case.fsdp) if case.fsdp > 1 else None
+    mesh = partition.make_mesh(case.data, case.fsdp) if case.gpus > 1 else None
     model = random_model(hf, jax.random.key(0), case.load_in, mesh)
     experts = None if model.config.moe is None else ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     model = jaxtune.get_peft_model(model, r=16, target_parameters=experts)
@@ -145,7 +151,7 @@ def trainer_of(case: Case, folder: str) -> Any:
         ),
         optim=OptimConfig(name=case.optim, learning_rate=1e-5),
         memory=MemoryConfig(budget_gb=case.budget_gb and case.budget_gb * 1e9 / 2**30),
-        mesh=MeshConfig(1, case.fsdp),
+        mesh=MeshConfig(case.data, case.fsdp),
         steps=case.steps,
         rows_per_step=case.prompts * case.answers,
         output=folder,
@@ -163,7 +169,7 @@ def trainer_of(case: Case, folder: str) -> Any:
         OneTurn(Sampling(objective.settings, (), lambda ids: "")),
         answers_per_step=config.rows_per_step,
         length=case.length,
-        rows_multiple=case.fsdp,
+        rows_multiple=case.gpus,
         seed=0,
     )
     tokenizer = load_tokenizer(ROOT / "jaxtune" / "quickstart" / "base")
@@ -225,7 +231,12 @@ def whole_steps(case: Case, say: Callable[[str, Any], None]) -> None:
             "share_sampling": medians["sampling"] / medians["seconds"],
             "share_update": medians["update"] / medians["seconds"],
             "answer_tokens": case.prompts * case.answers * case.answer,
-            "answer_tokens_a_second_a_gpu": case.prompts * case.answers * case.answer / medians["seconds"] / case.fsdp,
+            "answer_tokens_a_second_a_gpu": case.prompts * case.answers * case.answer / medians["seconds"] / case.gpus,
+            "sampled_tokens_a_second_a_gpu": case.prompts
+            * case.answers
+            * case.answer
+            / medians["sampling"]
+            / case.gpus,
             "slots": str(trainer.batches.answering.sampling.plan),
             "peak_memory_gb": memory_peak_bytes(0) / 1e9,
             "predicted_peak_gb": trainer.planner.forecast.peak_bytes / 1e9,
@@ -352,6 +363,8 @@ def measure(name: str, say: Callable[[str, Any], None]) -> None:
     if name in TRL:
         trl_steps(STEPS[TRL[name]], say)
         return
+    import jax
+
     from jaxtune.system import host_memory
     from jaxtune.system.program_cache import use_program_cache
 
@@ -364,6 +377,9 @@ def measure(name: str, say: Callable[[str, Any], None]) -> None:
     else:
         whole_steps(_TINY, say)
         whole_steps(dataclasses.replace(_TINY, exact=True), lambda figure, value: say(f"exact_{figure}", value))
+        if jax.device_count() > 1:
+            of_two = dataclasses.replace(_TINY, prompts=4, data=2)
+            whole_steps(of_two, lambda figure, value: say(f"data_2_{figure}", value))
         curves(CURVES["curves_nf4"], lambda figure, value: say(f"curves_{figure}", value), seeds=1, steps=2)
         try:
             import trl  # noqa: F401

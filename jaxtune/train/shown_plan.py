@@ -80,9 +80,9 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
     if (packed := objective.packed) is not None:
         longest = _ASSUMED_PROMPT + packed.max_completion_length
         open_length = isinstance(config.data.length, Unset)
-        shares = config.objective.rollout_func is None  # which asks one device for any number of rows
-        answers = spec.rows * packed.steps_per_generation if shares else None
-        sampled = SampledRows(longest if open_length else spec.length, answers, packed.slots, copies=shares)
+        open_count = config.objective.rollout_func is not None  # which asks for any number of rows
+        answers = None if open_count else spec.rows * packed.steps_per_generation
+        sampled = SampledRows(longest if open_length else spec.length, answers, packed.slots)
         if open_length:
             length, rows = packed_shape(longest, spec.rows, (sharing or 1) * (config.micro_batches or 1))
             spec = replace(spec, rows=rows, length=length)

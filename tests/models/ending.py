@@ -12,11 +12,9 @@ import time
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from tiny_models import tiny_model
+from tiny_models import over, tiny_model
 
 import jaxtune
-from jaxtune.models.generation.copies import SamplerOfCopies, devices_of
 from jaxtune.models.generation.sampler import Sampler
 
 PROMPTS = [[1, 2, 3, 4]] * 16
@@ -73,11 +71,7 @@ def pending() -> None:
 
 def divided() -> None:
     global _held
-    model = slow_model()
-    graph, state = nnx.split(model)
-    whole = jax.NamedSharding(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jax.P())
-    model = nnx.merge(graph, jax.device_put(state, whole))
-    _held = SamplerOfCopies(model, devices_of(model), 2, lambda one: Sampler(one, 8, 128))
+    _held = Sampler(over(slow_model(), 2), 8, 128)
     for prompt in PROMPTS[:4]:
         _held.submit(prompt, 64, eos_token_ids=[])
     for _ in range(3):

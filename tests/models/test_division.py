@@ -1,4 +1,4 @@
-"""A sampler over devices that divide a model's weights gives the rows of one device, in its share of the memory."""
+"""A sampler over the devices of a mesh gives the rows of one device, of divided weights in its share of the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import adapted_model, tiny_model
+from jax.sharding import Mesh
+from tiny_models import adapted_model, over, tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder
@@ -20,6 +21,7 @@ from jaxtune.models.generation.division import Division, Sharing
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.generation.slot_rows import SlotRows
 from jaxtune.models.placement import partition
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.policy import log_probs_of
@@ -52,13 +54,6 @@ def made(name: str) -> Decoder:
     return MODELS[name]()
 
 
-def over(model: Decoder, *sizes: int) -> Decoder:
-    """The model on a mesh of (data, fsdp) devices."""
-    mesh = partition.make_mesh(*sizes)
-    graph, state = nnx.split(model)
-    return nnx.merge(graph, partition.put(state, partition.shardings(state, mesh)))
-
-
 def rows_of(sampler: Sampler, prompts, new, **changes) -> list[Row]:
     with sampler:
         return list(sampler.run(prompts, new, 1.0, list(range(len(prompts))), **changes))
@@ -80,6 +75,7 @@ def assert_alike(found: list[Row], wanted: list[Row]) -> None:
     ("name", "sizes"),
     [
         ("adapter", (2, 4)),
+        ("adapter", (2, 1)),
         ("nf4", (1, 2)),
         ("experts", (1, 4)),
         ("a step of layers", (1, 2)),
@@ -89,6 +85,9 @@ def assert_alike(found: list[Row], wanted: list[Row]) -> None:
                 ("DoRA, biases", (1, 4)),
                 ("bf16", (2, 2)),
                 ("fp8", (2, 2)),
+                ("nf4", (2, 1)),
+                ("experts", (4, 1)),
+                ("a step of layers", (8, 1)),
                 ("one matrix for gate and up", (1, 2)),
                 ("tied", (2, 2)),
                 ("a step of layers", (2, 2)),
@@ -96,7 +95,7 @@ def assert_alike(found: list[Row], wanted: list[Row]) -> None:
         ),
     ],
 )
-def test_devices_that_divide_weights_give_the_rows_of_one(name, sizes):
+def test_devices_of_a_mesh_give_the_rows_of_one(name, sizes):
     """Also of equal prompts, a prompt of one token, and one in several pieces."""
     model = made(name)
     prompts = prompts_of((5, 9, 1, 40, 7))
@@ -104,7 +103,7 @@ def test_devices_that_divide_weights_give_the_rows_of_one(name, sizes):
     divided = over(model, *sizes)
     sampler = Sampler(divided, slots=1, length=128, prefill_tokens=16)
     assert sampler.plan.slots == 1 and len(sampler._rows.requests) == np.prod(sizes)
-    assert (Sharing.of(model), Sharing.of(divided)) == (Sharing(1, False), Sharing(int(np.prod(sizes)), True))
+    assert (Sharing.of(model), Sharing.of(divided)) == (Sharing(1, True), Sharing(int(np.prod(sizes)), sizes[1] == 1))
     found = rows_of(sampler, prompts, 9)
     assert_alike(found, rows_of(Sampler(model, slots=4, length=128, prefill_tokens=16), prompts, 9))
 
@@ -113,15 +112,21 @@ def test_devices_that_divide_weights_give_the_rows_of_one(name, sizes):
 @given(st.data())
 def test_drawn_slots_prompts_and_groups(data):
     """That the devices cannot share equally, with answers of other lengths, and some with penalties and filters."""
-    sizes = data.draw(st.sampled_from([(1, 2), (2, 2), (1, 4)]))
+    sizes = data.draw(st.sampled_from([(1, 2), (2, 2), (1, 4), (2, 1), (3, 1), (4, 1)]))
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=7))
     group, slots = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     prompts = [prompt for prompt in prompts_of(lengths) for _ in range(group)]
     new = [1 + (7 * index) % 11 for index in range(len(prompts))]
     changes = data.draw(st.sampled_from([{}, dict(repetition_penalty=1.2, top_p=0.9), dict(top_logprobs=2)]))
-    settings = dict(length=64, prefill_tokens=data.draw(st.sampled_from([32, 256])))
+    settings = dict(length=64, prefill_tokens=data.draw(st.sampled_from([16, 32, 256])))
+    settings |= data.draw(st.sampled_from([{}, dict(prefills_alone=True), dict(deterministic=True)]))
+    settings |= dict(prefix_bytes=data.draw(st.sampled_from([None, 0, 1 << 20])))
+    settings |= dict(exact=sizes[1] == 1 and data.draw(st.booleans()))
     found = rows_of(Sampler(over(made("adapter"), *sizes), slots=slots, **settings), prompts, new, **changes)
-    wanted = rows_of(Sampler(made("adapter"), slots=4, **settings), prompts, new, **changes)
+    # Of other slots a filter's sums round otherwise, also with `exact`, on one device too.
+    wanted = rows_of(
+        Sampler(made("adapter"), slots=slots if settings["exact"] else 4, **settings), prompts, new, **changes
+    )
     assert_alike(found, wanted)
     for row, other in zip(found, wanted, strict=True):
         assert [[token for token, _ in top] for top in row.top_logprobs] == [
@@ -173,13 +178,14 @@ def test_generate_runs_over_divided_weights_and_what_cannot_is_refused():
         sampler.prepare,
         lambda: sampler.score([1, 2, 3]),
         lambda: sampler.load_adapter("other", "folder"),
-        lambda: Sampler(divided, slots=1, length=64, exact=True),
     ):
-        with pytest.raises(ValueError, match="the model's weights are divided over 2 devices"):
+        with pytest.raises(ValueError, match="the model is on 2 devices"):
             call()
-    with pytest.raises(ValueError, match="Sampler: compiles_beside: the model's weights are divided over 2 devices"):
+    with pytest.raises(ValueError, match="Sampler: exact: 2 devices divide the model's weights"):
+        Sampler(divided, slots=1, length=64, exact=True)
+    with pytest.raises(ValueError, match="Sampler: compiles_beside: the model is on 2 devices"):
         Sampler(divided, slots=1, length=64, compiles_beside=True)
-    with pytest.raises(ValueError, match="Sampler: adapters: the model's weights are divided over 2 devices"):
+    with pytest.raises(ValueError, match="Sampler: adapters: the model is on 2 devices"):
         Sampler(over(model_of(), 1, 2), slots=1, length=64, adapter_ranks=8)
     with pytest.raises(ValueError, match="generate: deterministic log-probabilities: the model's weights are divided"):
         generate(divided, prompts, 5, deterministic=True, output_logprobs=True)
@@ -195,13 +201,95 @@ def test_log_probabilities_of_rows_are_those_of_one_device(sizes):
     np.testing.assert_allclose(log_probs_of(0.7, over(made("adapter"), *sizes), batch), expected, atol=5e-5)
 
 
-def test_weights_of_an_update_are_used():
-    divided, prompts = over(made("adapter"), 1, 2), prompts_of((3, 8, 2))
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_weights_of_an_update_are_used(sizes):
+    divided, prompts = over(made("adapter"), *sizes), prompts_of((3, 8, 2))
     other = adapted_model(model_of(), seed=2, r=4)
     sampler = Sampler(divided, slots=2, length=64)
     before = list(sampler.run(prompts, 6))
-    sampler.update(over(other, 1, 2))
+    sampler.update(over(other, *sizes))
     after = list(sampler.run(prompts, 6))
-    with pytest.raises(ValueError, match="Sampler: update: other devices divide these weights"):
-        sampler.update(other)
+    for elsewhere in (other, over(other, *reversed(sizes))):
+        with pytest.raises(ValueError, match="Sampler: update: these weights are on other devices"):
+            sampler.update(elsewhere)
     assert [row.ids for row in after] == generate(other, prompts, 6) != [row.ids for row in before]
+
+
+def test_devices_prefill_side_by_side():
+    """Each a long prompt, a pack, or a lone prompt, so that N devices take as many programs as one for an Nth."""
+    model = adapted_model(model_of(max_position_embeddings=512), r=4)
+    divided, calls = over(model, 2, 1), []
+
+    def programs_of(model, devices: int, lengths, **options) -> list[str]:
+        sampler = Sampler(model, slots=8 // devices, length=256, **(dict(prefill_tokens=64) | options))
+        prefills = sampler._prefills
+        for name in ("prefill", "pack", "extend"):
+            function = getattr(prefills._programs, name)
+
+            def counted(*arguments, name=name, function=function):
+                calls.append(name)
+                return function(*arguments)
+
+            prefills._programs = prefills._programs._replace(**{name: counted})
+        calls.clear()
+        list(sampler.run(prompts_of(lengths), 2))
+        return sorted(calls)
+
+    for lengths, options in (
+        ((150, 160, 170, 180), {}),
+        ((150, 160, 170, 180), dict(prefix_bytes=1 << 22)),
+        ((20, 20, 20, 20, 20, 20, 20, 20), {}),
+        ((20, 20, 20, 20, 20, 20, 20, 20), dict(prefill_tokens=256)),
+        ((40, 40, 40, 40), dict(prefills_alone=True)),
+    ):
+        half = programs_of(model, 1, lengths[: len(lengths) // 2], **options)
+        assert programs_of(divided, 2, lengths, **options) == half and half
+
+
+def test_beginnings_of_prompts_are_reused_on_all_devices():
+    """Also by a prompt that another device prefills, and with the rows of one device."""
+    model = adapted_model(model_of(max_position_embeddings=512), r=4)
+    [beginning] = prompts_of((100,))
+    prompts = [[*beginning, *end] for end in prompts_of((3, 9, 20, 40), seed=1)]
+
+    def found(model, slots: int) -> list[tuple[int, list[int]]]:
+        sampler = Sampler(model, slots=slots, length=256, prefill_tokens=32, prefix_bytes=1 << 22)
+        rows = []
+        for few in (prompts[:1], prompts[1:]):  # the first one's states are there before the others come
+            requests: dict[int, list[int]] = {sampler.submit(prompt, 5): [] for prompt in few}
+            while sampler.pending:
+                for piece in sampler.step():
+                    requests[piece.request] += piece.ids
+                    if piece.finish_reason is not None:
+                        rows.append((piece.request, piece.reused, requests[piece.request]))
+        return [(reused, ids) for _, reused, ids in sorted(rows)]
+
+    expected = found(model, 4)
+    assert [reused for reused, _ in expected] == [0, 96, 96, 96]
+    for sizes in ((2, 1), (2, 2)):
+        assert found(over(model, *sizes), 1) == expected
+
+
+def test_whole_weights_are_converted_on_each_device():
+    model, prompts = made("nf4"), prompts_of((5, 9, 3))
+    options = dict(slots=17, length=128, free_bytes=1e9)
+    whole, divided = (Sampler(over(model, *sizes), **options) for sizes in ((2, 1), (1, 2)))
+    assert whole.plan.converted_layers == len(model.layers) and divided.plan.converted_layers == 0
+    assert_alike(rows_of(whole, prompts, 4), rows_of(Sampler(model, **options), prompts, 4))
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.data())
+def test_rows_take_slots_of_the_device_with_the_fewest(devices, slots, data):
+    """No device has two rows more than another while slots are given and none is freed; then ends of any row."""
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(devices, 1), ("data", "fsdp"))
+    rows = SlotRows.__new__(SlotRows)
+    rows.requests, rows._division = [None] * (devices * slots), Division(mesh, ()) if devices > 1 else None
+    for _ in range(data.draw(st.integers(0, 2 * devices * slots))):
+        free, taken = rows.free, [slot for slot, request in enumerate(rows.requests) if request is not None]
+        assert sorted(free + taken) == list(range(devices * slots))
+        counts = [sum(slot // slots == index for slot in taken) for index in range(devices)]
+        if taken and (not free or data.draw(st.booleans())):
+            rows.requests[data.draw(st.sampled_from(taken))] = None
+        else:
+            assert counts[free[0] // slots] == min(counts)
+            rows.requests[free[0]] = object()

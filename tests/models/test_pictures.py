@@ -15,7 +15,7 @@ import picture_rows as rows
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import shaken
+from tiny_models import over, shaken
 
 import jaxtune
 from jaxtune.models.decoder import Decoder
@@ -401,6 +401,7 @@ def test_generation_steps_as_the_whole_row_says(model):
     assert answers[0] != answers[3]  # the same tokens but for pixels and a few ids
     text = [prompts[1]]
     assert jaxtune.generate(model, text, 6, eos_token_ids=()) == [answers[1]]
+    assert jaxtune.generate(over(model, 2), prompts, 6, eos_token_ids=(), pictures=pictures) == answers
 
 
 @pytest.mark.parametrize(

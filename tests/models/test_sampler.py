@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import picture_rows
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import CONFIGS
@@ -21,7 +20,6 @@ from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import plain_layer
 from jaxtune.models.generation import sampler as sampler_module
 from jaxtune.models.generation.converted import Convertible, picture_bytes
-from jaxtune.models.generation.copies import SamplerOfCopies, copy_on, devices_of
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.slot_plan import SlotPlan, plan_slots, prefilled_at_once, room_bytes, slots_for
@@ -239,30 +237,6 @@ def test_the_most_likely_tokens_come_with_each_token(model):
     assert [(top[0][0], len(top)) for top in greedy.top_logprobs] == [(token, 2) for token in greedy.ids]
     with pytest.raises(ValueError, match="top_logprobs = 21: must be a whole number from 0 to 20"):
         sampler.submit([1], top_logprobs=21)
-
-
-@pytest.mark.full
-def test_samplers_of_two_devices_give_the_pieces_of_one():
-    model = tiny_model(initializer_range=0.5)
-    graph, state = nnx.split(model)
-    whole = jax.NamedSharding(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jax.P())
-    model = nnx.merge(graph, jax.device_put(state, whole))
-    both = SamplerOfCopies(model, devices_of(model), 3, lambda one: Sampler(one, slots=2, length=64))
-    prompts = prompts_of(48)[:3]
-    numbers = [both.submit(prompt, 6, eos_token_ids=(), top_logprobs=3) for prompt in prompts]
-    pieces = []
-    while both.pending:
-        pieces += both.step()
-    alone = Sampler(copy_on(model, jax.devices()[0]), slots=3, length=64).run(
-        prompts, 6, eos_token_ids=(), top_logprobs=3
-    )
-    for number, row in zip(numbers, alone, strict=True):
-        own = [piece for piece in pieces if piece.request == number]
-        assert [token for piece in own for token in piece.ids] == row.ids and own[-1].finish_reason == row.finish_reason
-        tops = [top for piece in own for top in piece.top_logprobs]
-        for top, expected in zip(tops, row.top_logprobs, strict=True):
-            assert [token for token, _ in top] == [token for token, _ in expected]
-        assert [len(top) for top in tops] == [3] * 6
 
 
 @pytest.mark.full

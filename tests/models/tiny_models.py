@@ -16,6 +16,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.hf import model_from_config
 from jaxtune.models.lora import get_peft_model, matrices
+from jaxtune.models.placement import partition
 from jaxtune.models.registry import family
 
 TWO_LAYERS = (LayerSpec(),) * 2
@@ -80,3 +81,10 @@ def golden_model(name: str) -> Decoder:
     for key, variable in named(model).items():
         variable.set_value(jnp.asarray(random_tensor(key, variable.shape)))
     return model
+
+
+def over(model: Decoder, *sizes: int) -> Decoder:
+    """The model on a mesh of (data, fsdp) devices."""
+    mesh = partition.make_mesh(*sizes)
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, partition.put(state, partition.shardings(state, mesh)))

@@ -12,7 +12,7 @@ import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tiny import CONFIGS
-from tiny_models import adapted_model, tiny_model
+from tiny_models import adapted_model, over, tiny_model
 
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.config import RopeConfig
@@ -111,6 +111,15 @@ def test_texts_without_any_end_token_end_at_their_length(base):
     (text,) = lm.generate_until([Instance("generate_until", {}, ("Two and two", {"until": [], "max_gen_toks": 8}), 0)])
     ids = generate(lm.model, [tokenizer.encode("Two and two")], 8, eos_token_ids=())[0]
     assert text == tokenizer.decode(ids, skip_special_tokens=True) and len(ids) == 8
+
+
+def test_devices_of_a_mesh_share_the_texts(base):
+    """More requests than two devices have slots."""
+    model, tokenizer = from_pretrained(base, dtype="float32")
+    words = {"until": [], "max_gen_toks": 8, "temperature": 1.0, "do_sample": True}
+    requests = [Instance("generate_until", {}, (text, words), 0) for text in ("Two", "Two and two", "One", "a", "b")]
+    texts = [JaxtuneLM(each, tokenizer, batch_size=2).generate_until(requests) for each in (over(model, 2), model)]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
 def test_what_it_refuses(base):

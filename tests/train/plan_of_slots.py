@@ -94,9 +94,8 @@ def differences(trainer: Trainer) -> list[str]:
     asked = dataclasses.replace(trainer.answers, most_slots=QUESTIONS, most_converted=None)
     found, sizes = [], tuple(partition.MeshShape.of(trainer.mesh))
     shapes = trainer.model.sampled(trainer.planner.plan, AbstractMesh(sizes, trainer.mesh.axis_names))
-    for copies in (False, True) if processes.count() == 1 else ():  # `jaxtune train --plan` is one process
-        if Sharing.of(shapes, copies) != Sharing.of(model, copies):
-            found.append(f"a plan without devices: {Sharing.of(shapes, copies)}, not {Sharing.of(model, copies)}")
+    if Sharing.of(shapes) != Sharing.of(model):
+        found.append(f"a plan without devices: {Sharing.of(shapes)}, not {Sharing.of(model)}")
     for name, sample in (
         ("answers", lambda: trainer.batches.batch_at(0, lambda: model)),
         ("generate", lambda: asked(model)),
@@ -115,7 +114,7 @@ def differences(trainer: Trainer) -> list[str]:
             raise AssertionError(f"{name}: it sampled without a sampler of these modules")
         if sampler.plan.slots != plans[name].slots:
             found.append(f"{name}: {sampler.plan.slots} slots, planned {plans[name].slots}")
-        if plans[name].converted_layers and sampler._division is not None:
+        if plans[name].converted_layers and not Sharing.of(model).weights_are_whole:
             found.append(f"{name}: {plans[name].converted_layers} layers are planned that cannot be converted")
     return found
 

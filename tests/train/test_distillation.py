@@ -335,8 +335,8 @@ def test_a_run_on_own_samples_learns_on_two_devices_and_goes_on_to_the_same_bits
     assert 0 < len(losses) < 6 and losses == of_metric(whole, "loss")[-len(losses) :]
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), pytest.param((2, 4), marks=pytest.mark.full)])
-def test_own_samples_of_devices_that_divide_the_weights_are_those_of_one(mesh, tmp_path):
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), pytest.param((2, 4), marks=pytest.mark.full)])
+def test_own_samples_of_several_devices_are_those_of_one(mesh, tmp_path):
     """And so are its losses, and answers that an evaluation samples."""
     asked = EvaluationConfig(generate=("brevity",), generate_rows=3, temperature=0.8, max_new_tokens=4, at_end=True)
     changes = dict(steps=3, evaluation=asked)

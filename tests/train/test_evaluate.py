@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from tiny_models import tiny_model
+from tiny_models import over, tiny_model
 
 from jaxtune import generate
 from jaxtune.train.config import DataConfig, EvaluationConfig
@@ -52,13 +52,14 @@ def own_answers(model, tokenizer):
     return answers
 
 
-@pytest.mark.parametrize("batch_size", [2, 8])
-def test_score_counts_the_right_answers(model, tokenizer, batch_size):
+@pytest.mark.parametrize(("batch_size", "sizes"), [(2, ()), (8, ()), (2, (2, 1)), (1, (1, 2))])
+def test_score_counts_the_right_answers(model, tokenizer, batch_size, sizes):
     own = own_answers(model, tokenizer)
     assert len(set(own)) == len(own) and all(own)
     wanted = [own[0], own[1] + "x", f"  {own[2]}\n", own[4], own[4]]
     rows = [conversation(question, answer) for question, answer in zip(QUESTIONS, wanted, strict=True)]
-    score, answers = exact_match(model, tokenizer, rows, max_new_tokens=9, batch_size=batch_size)
+    asked = over(model, *sizes) if sizes else model
+    score, answers = exact_match(asked, tokenizer, rows, max_new_tokens=9, batch_size=batch_size)
     assert score == 3 / 5
     assert [answer for _, _, answer in answers] == own
     assert [question for question, _, _ in answers] == QUESTIONS

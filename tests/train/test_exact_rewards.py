@@ -49,16 +49,21 @@ def run_of(folder, exact, load_in=None, precision="bf16", mesh=None, noise=None,
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("load_in", "objective"),
-    [(None, {}), ("nf4", {}), (None, dict(temperature=0.7, num_iterations=2, beta=0.05))],
+    ("load_in", "objective", "mesh"),
+    [
+        (None, {}, None),
+        (None, {}, MeshConfig(data=2)),
+        ("nf4", {}, None),
+        (None, dict(temperature=0.7, num_iterations=2, beta=0.05), None),
+    ],
 )
-def test_the_measured_mismatch_is_zero(tmp_path, load_in, objective):
+def test_the_measured_mismatch_is_zero(tmp_path, load_in, objective, mesh):
     """In each step, of weights that change, on packed rows; without `exact` it is not."""
     largest = {}
     for exact in (True, None):
         folder = tmp_path / str(exact)
         folder.mkdir()
-        trainer = run_of(folder, exact, load_in, **objective)
+        trainer = run_of(folder, exact, load_in, mesh=mesh, **objective)
         trainer.train()
         largest[exact] = [line[LARGEST] for line in trainer.history if LARGEST in line]
         ratios = [name for name in trainer.history[-1] if "importance_sampling_ratio" in name]

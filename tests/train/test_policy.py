@@ -452,14 +452,15 @@ def mesh_settings(name: str, mesh: MeshConfig | None) -> dict:
     ("name", "mesh"),
     [
         ("grpo", MeshConfig(1, 2)),
+        ("grpo", MeshConfig(2, 1)),
         ("rloo", MeshConfig(2, 4)),
         pytest.param("grpo", MeshConfig(2, 4), marks=pytest.mark.full),
-        pytest.param("grpo", MeshConfig(2, 1), marks=pytest.mark.full),
+        pytest.param("rloo", MeshConfig(4, 1), marks=pytest.mark.full),
         pytest.param("rloo", MeshConfig(1, 2), marks=pytest.mark.full),
     ],
 )
 def test_devices_share_the_rows_and_the_answers(name, mesh, alone, tmp_path, monkeypatch):
-    """Also devices that divide the weights."""
+    """Each samples its part: devices that have the weights whole, and those that divide them."""
     (one, wanted), samplers = alone(name), []
 
     def make(*arguments, **options) -> Sampler:
@@ -471,7 +472,7 @@ def test_devices_share_the_rows_and_the_answers(name, mesh, alone, tmp_path, mon
     batches = batches_of(trainer)
     assert trainer.mesh.size == mesh.data * mesh.fsdp and trainer.batches.rows_per_step % trainer.mesh.size == 0
     divisions = {sampler._division and sampler._division.devices for sampler in samplers}
-    assert divisions == {trainer.mesh.size if mesh.fsdp > 1 else None}
+    assert divisions == {trainer.mesh.size}
     np.testing.assert_array_equal(batches[0].tokens, wanted[0].tokens)
     np.testing.assert_allclose(*(batch[0].extra[SAMPLED_LOGPS] for batch in (batches, wanted)), atol=1e-5)
     for metric in ("loss", "grad_norm", "reward"):
@@ -480,14 +481,15 @@ def test_devices_share_the_rows_and_the_answers(name, mesh, alone, tmp_path, mon
 
 
 @pytest.mark.full
-def test_a_run_over_divided_weights_that_ends_in_a_roll_out_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mesh", [MeshConfig(1, 2), MeshConfig(2, 1)])
+def test_a_run_over_devices_that_ends_in_a_roll_out_goes_on_to_the_same_bits(mesh, tmp_path, monkeypatch):
     more = dict(num_iterations=2, steps_per_generation=2, temperature=1.3, beta=0.05)
     checkpoint = CheckpointConfig(every_steps=1, every_minutes=None)
     shared = dict(steps=6, objective=more, checkpoint=checkpoint, memory=MemoryConfig(plan="keep"))
     runs = {}
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
-        runs[name] = trainer_of(tmp_path / name, mesh=MeshConfig(1, 2), **shared)
+        runs[name] = trainer_of(tmp_path / name, mesh=mesh, **shared)
     trained = runs["whole"].train()
 
     class Killed(Sampler):
@@ -504,7 +506,7 @@ def test_a_run_over_divided_weights_that_ends_in_a_roll_out_goes_on_to_the_same_
         with pytest.raises(KeyboardInterrupt):
             runs["cut"].train()
     assert len(runs["cut"].history) == 4
-    again = trainer_of(tmp_path / "cut", mesh=MeshConfig(1, 2), **shared)
+    again = trainer_of(tmp_path / "cut", mesh=mesh, **shared)
     for a, b in zip(jax.tree.leaves(nnx.state(again.train())), jax.tree.leaves(nnx.state(trained)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[4:]

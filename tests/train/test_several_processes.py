@@ -30,6 +30,7 @@ from jaxtune.train.folder import record
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import make_folder
+from tests.train import sampling_of_processes
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -487,6 +488,17 @@ def test_two_processes_sample_what_one_does(name, mesh, recipe, tmp_path):
     assert found[-1] == expected[-1] and len(found) == len(expected)
     for line, other in zip(found[:-1], expected[:-1], strict=True):
         assert line == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.full
+def test_a_sampler_of_two_processes_gives_the_rows_of_one():
+    """Of weights that each has whole, prompts that share a beginning, and long ones."""
+    command = [str(Path(__file__).with_name("sampling_of_processes.py"))]
+    model = sampling_of_processes.model_of()
+    expected = [sampling_of_processes.rows_of(model, way, 4) for way in sampling_of_processes.WAYS]
+    for code, words in run_together([command] * 2):
+        found = [json.loads(line) for line in re.findall(r"^rows (.*)$", words, re.M)]
+        assert code == 0 and found == expected, words
 
 
 @pytest.mark.parametrize("index", range(5))

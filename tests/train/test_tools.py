@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import adapted_model, tiny_model
+from tiny_models import adapted_model, over, tiny_model
 
 from jaxtune.conversations import answers
 from jaxtune.conversations.calls import Call, CallForm
@@ -449,6 +449,19 @@ def test_what_is_sampled_between_tools_does_not_depend_on_their_time(monkeypatch
     assert type(kept).from_json(json.loads(json.dumps(kept.to_json()))) == kept
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_devices_share_answers_with_tools(sizes, monkeypatch):
+    """Whose tokens do not depend on how long tools take, nor on the devices."""
+    tokenizer = make_tokenizer(TEMPLATE)
+    model = adapted_model(tiny_model(vocab_size=len(tokenizer), initializer_range=0.5), r=2)
+    sources = [sampled_with_tools(seed, tokenizer, monkeypatch) for seed in range(3)]
+    for source, each in zip(sources, (model, over(model, *sizes), over(model, *sizes)), strict=True):
+        source.batch_at(0, lambda each=each: each)
+    alone, divided, again = ([answer.ids for answer in source._generation[1]] for source in sources)
+    assert divided == again == alone and max(map(len, alone)) > 20
+
+
 def trainer_of(folder, objective: dict, template=TEMPLATE, rows=None, **changes) -> Trainer:
     tokenizer = make_tokenizer(template)
     model = get_peft_model(tiny_model(vocab_size=len(tokenizer), layers=(LayerSpec(),)), r=4, lora_alpha=8)
@@ -606,6 +619,22 @@ def test_a_rollout_function_may_ask_for_more_rows_than_prompts():
     sampling = Sampling(Settings(max_completion_length=8, slots=7), (1,), str)
     RolloutFunction(play, sampling, lambda prompt: (3,), 32)(tiny_model(), [Prompt("x", (3,), {})] * 2, [0, 1])
     assert counts == [(7, 6)]
+
+
+def test_devices_share_the_rows_of_a_rollout_function():
+    """Two rows on each of three devices, with the tokens of one."""
+    found = []
+
+    def play(prompts, model):
+        rows, sampler = [*model.generate([[3, 4], [5], [6, 7, 8], [3, 9], [1], [2, 2]])], model._sampler
+        found.append((len(sampler._rows.requests), [row.ids for row in rows]))
+        return dict(prompt_ids=[[1, 3]] * 2, completion_ids=[[2]] * 2, logprobs=[[0.0]] * 2)
+
+    model = tiny_model(initializer_range=0.5)
+    sampling = Sampling(Settings(max_completion_length=8, temperature=1.0, slots=2), (), str)
+    for each in (model, over(model, 3, 1)):
+        RolloutFunction(play, sampling, lambda prompt: (3,), 32)(each, [Prompt("x", (3,), {})] * 2, [0, 1])
+    assert [count for count, _ in found] == [2, 6] and found[0][1] == found[1][1]
 
 
 def test_what_does_not_go_together_with_tools_is_named(tmp_path):

@@ -55,7 +55,7 @@ def assembled(
     if division is None:
         devices, programs = 1, device.programs_of(deterministic, plan.slots, exact)
     else:
-        devices, programs = division.devices, division.programs(deterministic, plan.slots)
+        devices, programs = division.devices, division.programs(deterministic, plan.slots, exact)
     count, weights = plan.slots * devices, model.weights
     vocab_size = weights.structure.config.vocab_size
     rows = SlotRows(programs, count, vocab_size, tower is not None, compiles_beside, division)
@@ -72,7 +72,7 @@ def assembled(
         ready=ready,
         gated=weights.gated,
         prefix_bytes=prefix_bytes,
-        devices=devices,
+        division=division,
     )
     longest = weights.structure, weights.shapes, count, length_bucket(plan.length)
     whole = deterministic or (compiles_beside and device.reads_lengths(*longest))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
@@ -24,6 +25,7 @@ from jaxtune.models.generation.structure import Structure, shaped, structure_of
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.linear import Linear, frozen
+from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import padded_adapter, pads_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
@@ -170,16 +172,20 @@ def head_of_step(model: Decoder, head: jax.Array) -> jax.Array:
     return filled_up(head.astype(model.head_compute or model.dtype))
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: Stored, dtype: str) -> jax.Array:
     return decoded(weight, jnp.zeros((), dtype))[0]
 
 
-def _of[A, S, R](function: Callable[[A, S], R], arrays: A, static: S) -> R:
-    """function(arrays, static), as shapes if an array is one."""
+def _of[A, S, R](function: Callable[[A, S], R], arrays: A, static: S, mesh: Mesh | None) -> R:
+    """function(arrays, static), as shapes if an array is one. mesh: of devices that each have the arrays."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arrays)):
         return jax.eval_shape(lambda values: function(values, static), arrays)
-    return function(arrays, static)
+    return _jitted(function, static, mesh)(arrays)
+
+
+@functools.lru_cache(16)
+def _jitted[A, S, R](function: Callable[[A, S], R], static: S, mesh: Mesh | None) -> Callable[[A], R]:
+    return jax.jit(partition.divided(lambda arrays: function(arrays, static), mesh, partition.WHOLE, partition.WHOLE))
 
 
 class _Form(NamedTuple):
@@ -231,11 +237,11 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
 
 class Converted:
     """Converts the first `layers` layers of models that share quantised weights, such as one model between training
-    steps.
+    steps. mesh: of devices that each have the whole weights; None: one device has.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
+    def __init__(self, layers: int, mesh: Mesh | None = None) -> None:
+        self._layers, self._mesh = layers, mesh
         self._cache: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def of(self, structure: Structure, leaves: Sequence[jax.Array]) -> tuple[Structure, list[jax.Array]]:
@@ -248,16 +254,15 @@ class Converted:
             entry = self._cache.get(id(codes))
             if entry is None:
                 weight = jax.tree.unflatten(tree, [leaves[index] for index in indices])
-                entry = codes, _of(_decoded, weight, form.dtype)
+                entry = codes, _of(_decoded, weight, form.dtype, self._mesh)
             cache[id(codes)] = entry
             arrays.append(entry[1])
         sides = [leaves[index] for index, *_ in form.adapters]
-        arrays += _of(_filled, sides, tuple((axis, dtype) for _, axis, dtype in form.adapters))
+        arrays += _of(_filled, sides, tuple((axis, dtype) for _, axis, dtype in form.adapters), self._mesh)
         self._cache = cache
         return form.structure, [arrays[index] for index in form.indices]
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def _filled(sides: list[jax.Array], how) -> list[jax.Array]:
     """Casts and pads the A [E, r, in] or B [E, out, r] of experts' adapters. how: for each (axis of r, dtype)."""
     return [padded_adapter(side, axis, dtype) for side, (axis, dtype) in zip(sides, how, strict=True)]

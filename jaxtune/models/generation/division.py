@@ -1,8 +1,8 @@
-"""A sampler over devices that divide a model's weights: each decodes its own slots, and all run each program together.
+"""A sampler over the devices of a mesh: each decodes its own slots, and all run each program together.
 
-A prefill gathers a layer's weights while the layer before computes. A decoding step multiplies the rows of all devices
-by each device's part of a weight, and sends the products back (exchanged.py), which is fewer bytes. Host code sees
-whole arrays.
+Of weights that they divide, a prefill gathers a layer's while the layer before computes. A decoding step multiplies the
+rows of all devices by each device's part of a weight, and sends the products back (exchanged.py), which is fewer bytes.
+Of whole weights only what rows made is exchanged. Host code sees whole arrays.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from jaxtune.models.placement import collectives, partition
 from jaxtune.models.placement.partition import AXES, ROWS, TENSORS, WHOLE, Shard
 from jaxtune.models.programs.kept import Function
 from jaxtune.pallas.decode.few_rows import MOST_ROWS
+from jaxtune.pallas.one_order import exactly_if
 
 _ALL = tuple(axis.name for axis in AXES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Which arrays of a model the devices of a mesh divide.
+    """How the devices of a mesh have a model, and share the rows of a sampler.
 
-    axes: of each array, in the order of jax.tree.leaves, the axis along which it is divided; None: each device has it
-      whole.
+    axes: of each array, in the order of jax.tree.leaves, the axis along which it is divided, or None: each device has
+      it whole; empty if that is so of all.
     """
 
     mesh: Mesh
@@ -41,9 +42,9 @@ class Division:
 
     @staticmethod
     def of(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Division | None:
-        """By where the arrays are; None if each device of this process has all of them whole, and there is no other."""
-        mesh = _dividing_mesh(leaves)
-        return Division(mesh, tuple(map(_divided_axis, leaves))) if isinstance(mesh, Mesh) else None
+        """By where the arrays are; None if they are on one device, or on no mesh of a run."""
+        mesh = _mesh_of(leaves)
+        return Division(mesh, _divided_axes(leaves)) if isinstance(mesh, Mesh) else None
 
     @property
     def devices(self) -> int:
@@ -53,8 +54,15 @@ class Division:
     def spans_processes(self) -> bool:
         return jax.process_count() > 1
 
+    @property
+    def weights_are_whole(self) -> bool:
+        """On each device."""
+        return not self.axes
+
     def marked(self, leaves: Sequence[jax.Array]) -> list[jax.Array | Shard]:
         """The arrays, whole, of which the divided ones are Shards."""
+        if self.weights_are_whole:
+            return list(leaves)
         count = self.mesh.shape[TENSORS]
         pairs = zip(leaves, self.axes, strict=True)
         return [leaf if axis is None else Shard(leaf, axis, count) for leaf, axis in pairs]
@@ -74,10 +82,14 @@ class Division:
         """Whether the devices share so many rows; otherwise each has all."""
         return rows % self.devices == 0
 
-    def programs(self, deterministic: bool, slots: int) -> device.Programs:
-        """The programs of a sampler with `slots` slots a device."""
-        rows = slots * self.mesh.shape[TENSORS]  # that a product of a step has
-        return _programs(self, deterministic and jax.default_backend() == "gpu", rows > MOST_ROWS)
+    def row_of(self, arrays: Sequence[jax.Array], row: int) -> list[jax.Array]:
+        """A row of arrays that have one on each device, copied to all; [1, ...] of each."""
+        return _row_of(self.mesh)(list(arrays), np.int32(row))
+
+    def programs(self, deterministic: bool, slots: int, exact: bool = False) -> device.Programs:
+        """The programs of a sampler with `slots` slots a device. Others: as of slots.programs_of."""
+        rows = slots if self.weights_are_whole else slots * self.mesh.shape[TENSORS]  # that a product of a step has
+        return _programs(self, deterministic and jax.default_backend() == "gpu", rows > MOST_ROWS, exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,66 +98,56 @@ class Sharing:
 
     devices: int
     """That decode, each its own slots."""
-    together: bool
-    """Whether all run each program together, as by a Division; weights are then not converted."""
+    weights_are_whole: bool
+    """On each device; others are not converted."""
 
     @staticmethod
-    def of(model: nnx.Module, copies: bool = False) -> Sharing:
-        """By where its arrays are, or its shapes will be. copies: devices with whole weights share rows too
-        (SamplerOfCopies)."""
+    def of(model: nnx.Module) -> Sharing:
+        """By where its arrays are, or its shapes will be."""
         leaves = jax.tree.leaves(nnx.state(model) if isinstance(model, nnx.Module) else model)
-        if (mesh := _dividing_mesh(leaves)) is not None:
-            return Sharing(mesh.size, True)
-        return Sharing(_device_count(leaves[0]) if copies else 1, False)
+        mesh = _mesh_of(leaves)
+        return Sharing(1, True) if mesh is None else Sharing(mesh.size, not _divided_axes(leaves))
 
     def slots(self, rows: int, most: int) -> int:
         """The most slots of a device, of which `most` are allowed, for so many rows on all."""
         return min(most, -(-rows // self.devices))
 
 
-def _device_count(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        return sharding.mesh.size
-    return 1 if sharding is None else len(sharding.device_set)
+def _mesh_of(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> partition.AnyMesh | None:
+    """The mesh of a run that has the arrays on several devices."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    return next((mesh for mesh in meshes if mesh.size > 1 and set(mesh.axis_names) == set(_ALL)), None)
 
 
-def _dividing_mesh(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> partition.AnyMesh | None:
-    """That of devices which must run together; None if each of this process has all arrays whole."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
-    divides = (sharding for sharding in named if _axis_of(sharding) is not None or _is_of_several(sharding))
-    return next((sharding.mesh for sharding in divides), None)
-
-
-def _is_of_several(sharding: NamedSharding) -> bool:
-    """Whether it is of devices of several processes."""
-    return isinstance(sharding.mesh, Mesh) and not sharding.is_fully_addressable
+def _divided_axes(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> tuple[int | None, ...]:
+    """Division.axes"""
+    axes = tuple(map(_divided_axis, leaves))
+    return axes if any(axis is not None for axis in axes) else ()
 
 
 def _divided_axis(leaf: jax.Array | jax.ShapeDtypeStruct) -> int | None:
     sharding = getattr(leaf, "sharding", None)
-    return _axis_of(sharding) if isinstance(sharding, NamedSharding) else None
-
-
-def _axis_of(sharding: NamedSharding) -> int | None:
+    if not isinstance(sharding, NamedSharding):
+        return None
     return next((axis for axis, name in enumerate(sharding.spec) if name in (TENSORS, (TENSORS,))), None)
 
 
 @functools.lru_cache(16)
-def _programs(division: Division, same_choices: bool, many_rows: bool) -> device.Programs:
+def _programs(division: Division, same_choices: bool, many_rows: bool, exact: bool) -> device.Programs:
     """As slots.programs, for all devices of a mesh."""
-    gathers = collectives.compiler_options() if jax.default_backend() == "gpu" else {}
+    has_gathers = not division.weights_are_whole and jax.default_backend() == "gpu"
+    gathers = collectives.compiler_options() if has_gathers else {}
     of_steps = {**sampler_options(same_choices, many_rows), **gathers}
     of_prompts = {**prompt_options(same_choices), **gathers}
     over, mesh = _Over(division, same_choices), division.mesh
 
     def made(function: Callable, statics: int, donated: Sequence[int] = (), options=of_steps) -> Function:
-        return Function(function, statics, donated, options, mesh)
+        return Function(exactly_if(exact, function), statics, donated, options, mesh)
 
     return device.Programs(
         made(over.prefill, 2, options=of_prompts),
-        made(over.pack, 2),
+        made(over.pack, 2, options=of_prompts),
         made(over.extend, 1, (1,), of_prompts),
         made(over.insert, 0, (0,)),
         made(over.decode, 3, (1, 2, 3)),
@@ -154,6 +156,17 @@ def _programs(division: Division, same_choices: bool, many_rows: bool) -> device
         made(over.grow, 1),
         made(over.mark, 0, (0,)),
     )
+
+
+@functools.lru_cache(16)
+def _row_of(mesh: Mesh) -> Callable[[list[jax.Array], np.int32], list[jax.Array]]:
+    """Of Division.row_of."""
+
+    def local(arrays, row):
+        rows = (jax.lax.all_gather(array, _ALL, tiled=True) for array in arrays)
+        return [jax.lax.dynamic_slice_in_dim(array, row, 1) for array in rows]
+
+    return jax.jit(partition.divided(local, mesh, (ROWS, WHOLE), WHOLE))
 
 
 class _Over:
@@ -182,8 +195,11 @@ class _Over:
         function = functools.partial(device.extend, structure)
         return self._run(function, specs, rows, marked, states, tokens, starts, counts, totals, adapters)
 
-    def pack(self, *_):
-        raise NotImplementedError("prompts are packed for one device")
+    def pack(self, structure, width, leaves, tokens, starts, lengths, totals, adapters=None):
+        marked, rows = self._division.marked(leaves), self._rows(len(tokens))
+        specs = partition.specs(marked), *[rows] * 5
+        function = functools.partial(device.pack, structure, width)
+        return self._run(function, specs, rows, marked, tokens, starts, lengths, totals, adapters)
 
     def insert(self, states, staged, rows, slots):
         count = len(jax.tree.leaves(staged)[0])

@@ -72,7 +72,7 @@ def generate(
     constraints: Sequence[Constraint | None] | None = None,
     cache: str | None = None,
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
-    """Continues each prompt; at most 256 rows decode at once, as memory allows.
+    """Continues each prompt; at most 256 rows a device decode at once, as memory allows.
 
     Programs are compiled for each power of two of rows and each bucket of lengths. When a row of a longrope model
     outgrows the original context, its cache is computed anew with the long factors, as transformers does for a single
@@ -199,7 +199,7 @@ def _sampler(
         model,
         _SLOTS_OF_SAME_BITS if deterministic else None,
         length,
-        most_slots=Sharing.of(model).slots(min(_bucket(len(rows), 1), _MOST_SLOTS), _MOST_SLOTS),
+        most_slots=Sharing.of(model).slots(_bucket(len(rows), 1), _MOST_SLOTS),
         free_bytes=free_bytes,
         deterministic=deterministic,
         tokens_per_round=steps,

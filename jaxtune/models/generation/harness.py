@@ -46,7 +46,7 @@ class JaxtuneLM(TemplateLM):
 
     pretrained: a model, or a path for from_pretrained, with `dtype` and `load_in`.
     tokenizer: None: the path's.
-    batch_size: rows of a forward pass, and most slots; also text, such as "8".
+    batch_size: rows of a forward pass, and most slots of a device; also text, such as "8".
     max_length: None: the model's positions. Longer rows lose their first tokens.
     max_gen_toks: the most new tokens if a task names no number.
     others: "device" and "max_batch_size" have no effect.

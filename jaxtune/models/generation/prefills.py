@@ -8,11 +8,13 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.prefixes import BLOCK, Prefixes, block_keys, which_are_caches
 from jaxtune.models.generation.ready import Blocks, Extend, Grow, Insert, Look, Pack, Prefill, Ready, Size
 from jaxtune.models.generation.requests import Request
@@ -60,43 +62,57 @@ class Batch:
         return states
 
 
-@dataclasses.dataclass
-class _Long:
-    """A prompt that is being prefilled in several pieces."""
+class _Pieces(NamedTuple):
+    """How a prompt is prefilled in several pieces."""
 
-    request: Request  # a waiting request with this prompt; others may have the same
+    count: int
     width: int  # of the program for the last piece
     room: int  # tokens for which the states have room
-    keys: list[bytes]  # of its whole blocks; empty if no beginnings are reused
+    reused: int  # how many first pieces an earlier prompt had left
+
+
+class _Blocks(NamedTuple):
+    """Whole blocks of a prompt."""
+
+    keys: list[bytes]  # empty if no beginnings are reused
     known: int  # how many of them had been there
-    states: device.States = None  # the states after its first `done` tokens
-    done: int = 0  # how many tokens of the prompt are in the states
-    reused: int = 0  # and how many of these an earlier prompt had left
+
+
+@dataclasses.dataclass
+class _Long:
+    """Prompts, one a device at most, that are being prefilled in pieces."""
+
+    requests: list[Request]  # waiting ones with these prompts; others may have the same
+    blocks: list[_Blocks]  # of each
+    pieces: _Pieces
+    done: int  # how many pieces of each prompt are in the states
+    states: device.States = None  # a row for each prompt; the first prompt's again for devices without any
 
 
 class Prefills:
     """Prefills the prompts of waiting requests before a slot is free, and keeps their states.
 
-    A prompt longer than a piece is prefilled alone, in pieces that end at multiples of a piece's tokens, the last with
-    padding: what states a piece leaves depends on the tokens up to its end alone. A piece has `chunk` tokens, or with
-    `prefix_bytes` at most 512, and the states after each are stored for later prompts that begin with the same tokens
-    (prefixes.py), which get the bits that they get without. Only what a prefill made is stored, no decoded token, and
-    nothing of prompts with pictures.
+    A prompt longer than a piece is prefilled alone on its device, in pieces that end at multiples of a piece's tokens,
+    the last with padding: what states a piece leaves depends on the tokens up to its end alone. A piece has `chunk`
+    tokens, or with `prefix_bytes` at most 512, and the states after each are stored for later prompts that begin with
+    the same tokens (prefixes.py), which get the bits that they get without. Only what a prefill made is stored, no
+    decoded token, and nothing of prompts with pictures.
 
     If all mixers are attention and layers exchange nothing, one program packs prompts that round up to the same power
-    of two, 64 or more, into one row of 512 tokens (of four times as many where two do not fit), of `chunk` tokens, half
-    as many, or `at_once` while most slots are free, unless they would take less alone. Other prompts are padded rows.
+    of two, 64 or more, into one row a device of 512 tokens (of four times as many where two do not fit), of `chunk`
+    tokens, half as many, or `at_once` while most slots are free, unless they would take less alone. Other prompts are
+    padded rows.
 
     A program also takes prompts that get no slot yet, unless `one_at_a_time`: slots become free one at a time, and a
     program of few tokens takes about as long as one of several times as many.
 
       structure, shapes: the model without its arrays, and their shapes in the order of jax.tree.leaves.
-      one_at_a_time: each prompt is prefilled alone, so that its states do not depend on other prompts.
+      one_at_a_time: each prompt is prefilled alone on its device, so that its states do not depend on other prompts.
       ready: where the program for a prompt's length is not compiled, a longer one's is used, for pictures also one of
         more patches; not with one_at_a_time.
       gated: whether rows may have adapters.
       prefix_bytes: for the states of prompts' beginnings; 0: nothing is stored, with the same pieces; None: nothing is.
-      devices: that share the rows of a program, of `chunk` tokens each; nothing is packed for several.
+      division: of the devices that share the rows of each program, of `chunk` tokens on each.
 
     Attributes:
       switch: the row length above which a longrope model needs other states, or slots.NEVER.
@@ -113,17 +129,17 @@ class Prefills:
         ready: Ready,
         gated: bool = False,
         prefix_bytes: int | None = None,
-        devices: int = 1,
+        division: Division | None = None,
     ):
         self._programs, self._one = programs, one_at_a_time
+        self._division, self._devices = division, 1 if division is None else division.devices
         self._exact: dict[tuple[int, int], tuple[int, int]] = {}  # results of _chosen that no later program changes
         self.use(structure, shapes, gated)
         self._chunk, self._at_once, self._ready = chunk, at_once, ready
         layers = shaped(structure, tuple(shapes)).layers
         mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
         alone = not any(layer.takes or layer.gives for layer in layers)
-        self._devices = devices
-        self._packs = not one_at_a_time and devices == 1 and alone and all(type(mixer) is Attention for mixer in mixers)
+        self._packs = not one_at_a_time and alone and all(type(mixer) is Attention for mixer in mixers)
         config = structure.config
         originals = (
             rope.original_max_position_embeddings or config.max_position_embeddings
@@ -135,7 +151,7 @@ class Prefills:
         self._prefixes: Prefixes | None = None
         if prefix_bytes:
             are_caches = which_are_caches(structure, self._shapes, self._states_shape(1))
-            self._prefixes = Prefixes(self._piece, prefix_bytes, are_caches)
+            self._prefixes = Prefixes(self._piece, prefix_bytes, are_caches, division)
         self._wanted: collections.Counter[bytes] = collections.Counter()
         self._batches: list[Batch] = []
         self._long: _Long | None = None
@@ -161,7 +177,7 @@ class Prefills:
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
             self._batches = [b for b in self._batches if any(key in self._wanted for key in b.rows)]
-            if self._long is not None and self._long.request.key not in self._wanted:
+            if self._long is not None and all(each.key not in self._wanted for each in self._long.requests):
                 self._long = None
 
     def ready(self, request: Request) -> Batch | None:
@@ -200,8 +216,8 @@ class Prefills:
     def advance(
         self, leaves: Sequence[jax.Array], waiting: Iterable[Request], free: int, budget: float, capacity: int
     ) -> int:
-        """Dispatches one program: the next piece of a long prompt, or the first waiting prompt and others alike.
-        Returns its tokens with padding; 1 for a prompt of one token, which needs none.
+        """Dispatches one program: the next piece of long prompts, or the first waiting prompt and others alike.
+        Returns its tokens on a device with padding; 1 for a prompt of one token, which needs none.
 
           leaves: the model's arrays, in the order of jax.tree.leaves.
           waiting: in the order of slots; the first is not ready.
@@ -212,7 +228,8 @@ class Prefills:
         if self._long is not None:
             return self._next_piece(leaves, self._long)
         # As many as a program can take, unless prompts would wait in too many batches (_keep drops the oldest).
-        ahead = 2 * self._chunk // _SHORTEST_PACKED if len(self._batches) < _AHEAD and not self._one else 0
+        many = 2 * self._chunk // _SHORTEST_PACKED * self._devices
+        ahead = many if len(self._batches) < _AHEAD and not self._one else 0
         nearest = list(itertools.islice(waiting, max(free, ahead)))
         first = nearest[0]
         count = len(first.tokens) - 1
@@ -220,33 +237,32 @@ class Prefills:
             states = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._states_shape(1))
             self._keep(Batch(states, {first.key: 0}))
             return 1
+        missing = {request.key: request for request in nearest if self.ready(request) is None}
         if first.pictures is not None:
             look = self._chosen_look(first, capacity) or _look(first)
-            states = self._prefill(leaves, [first], count, look.width, look.width, look.patches)
-            self._keep(Batch(states, {first.key: 0}))
+            alike = [r for r in missing.values() if r.pictures is not None and _look(r) == _look(first)]
+            self._prefill_rows(leaves, alike[: self._devices], 1, look.width, look.patches)
             return look.width
+        texts = [request for request in missing.values() if request.pictures is None and len(request.tokens) > 1]
         if count > self._piece:
-            self._long = self._begun(first, capacity)
+            self._long = self._begun(first, texts, capacity)
             return self._next_piece(leaves, self._long)
         width, _ = self._chosen(count, capacity) or (_padded(count), 0)
-        alike = [r for r in nearest if r.pictures is None and 1 < len(r.tokens) <= self._piece + 1]
-        candidates = {r.key: r for r in alike if _padded(len(r.tokens) - 1) <= capacity}
-        candidates = [request for request in candidates.values() if self.ready(request) is None]
+        candidates = [r for r in texts if len(r.tokens) <= self._piece + 1 and _padded(len(r.tokens) - 1) <= capacity]
+        lone = self._one
         if self._packs and (power := _power(first)) <= self._chunk // 2:
+            lone = True
             alike = [request for request in candidates if _power(request) == power]
             if (size := self._packed(leaves, alike, power, width, budget, capacity)) is not None:
                 return size
-            candidates = [first]
         alike = [request for request in candidates if _padded(count) <= _padded(len(request.tokens) - 1) <= width]
         rows = max(1, self._chunk // width)
-        # Either a full batch or a single prompt, or one a device; any other number would need a program of its own.
-        full = len(alike) >= rows * self._devices and not self._one
+        # Either a full batch or a prompt a device; any other number would need a program of its own.
+        full = len(alike) >= rows * self._devices and not lone
         full = full and self._ready.choose(_batch_sizes(rows, width, capacity), ()) == 0
-        batch_requests = alike[: (rows if full else 1) * (1 if self._one else self._devices)]
-        count = (rows if full else 1) * self._devices if len(batch_requests) > 1 else 1
-        states = self._prefill(leaves, batch_requests, width, width, width, 0, count)
-        self._keep(Batch(states, {r.key: i for i, r in enumerate(batch_requests)}))
-        return width * len(batch_requests)
+        rows = rows if full else 1
+        self._prefill_rows(leaves, alike[: rows * self._devices], rows, width)
+        return width * rows
 
     def serves(self, request: Request, capacity: int) -> bool:
         """Whether the programs for a prompt are compiled; otherwise they are being compiled. RuntimeError: in vain."""
@@ -330,8 +346,8 @@ class Prefills:
         extends = (Extend(width, room) for width in widths)
         return [Prefill(1, first, first), Grow(1, first, room), *extends, *blocks, Insert(capacity, 1, room)]
 
-    def _states_shape(self, room: int) -> device.States:
-        return device.states_shape(self._structure, self._shapes, 1, room)
+    def _states_shape(self, room: int, rows: int = 1) -> device.States:
+        return device.states_shape(self._structure, self._shapes, rows, room)
 
     def _grown(self, state: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
         return state if state.shape == new.shape else self._programs.grow(new.shape, state)
@@ -352,36 +368,40 @@ class Prefills:
     def _packed(
         self, leaves, alike: Sequence[Request], power: int, width: int, budget: float, capacity: int
     ) -> int | None:
-        """Packs the first of `alike`, whose `_power` it is: the row's tokens, or None if they are too few."""
+        """Packs the first of `alike`, whose `_power` it is, into a row a device: its tokens, or None if they are too
+        few.
+        """
         sizes = [self._least_pack(power)]
         if not self._ready.beside:
             sizes = [self._chunk, self._chunk // 2, *(size for size in sizes if size < self._chunk // 2)]
             sizes = [self._at_once, *sizes] if self._chunk < self._at_once <= budget else sizes
         for size in sizes:
-            packed = self._fitting(alike, 2 * size // power, size)
-            lengths = [len(request.tokens) - 1 for request in packed]
+            turns = (alike[index :: self._devices] for index in range(self._devices))
+            packed = [self._fitting(turn, 2 * size // power, size) for turn in turns]
+            lengths = [[len(request.tokens) - 1 for request in row] for row in packed]
+            most = max(map(len, packed))
             if size > self._chunk:  # the largest row must leave room for none
-                fills = sum(lengths) >= size - power
+                fills = min(map(sum, lengths)) >= size - power
             else:
-                fills = len(packed) * max(width, _FREE_TOKENS) >= size
-            if len(packed) > 1 and fills:
-                caches = min(power, capacity) if self._ready.beside else max(_SHORTEST_PACKED, _padded(max(lengths)))
+                fills = most * max(width, _FREE_TOKENS) >= size
+            if most > 1 and fills:
+                longest = max(map(max, filter(None, lengths)))
+                caches = min(power, capacity) if self._ready.beside else max(_SHORTEST_PACKED, _padded(longest))
                 if self._ready.choose(self._pack_sizes(size, caches, capacity), ()) != 0:
                     continue
-                states = self._pack(leaves, packed, caches, size)
-                self._keep(Batch(states, {request.key: row for row, request in enumerate(packed)}))
+                states, room = self._pack(leaves, packed, caches, size), _rows_of_pack(size, caches)
+                pairs = ((r, index * room + row) for index, each in enumerate(packed) for row, r in enumerate(each))
+                self._keep(Batch(states, {request.key: row for request, row in pairs}))
                 return size
         return None
 
+    def _prefill_rows(self, leaves, requests: Sequence[Request], rows: int, width: int, patches: int = 0) -> None:
+        """Keeps the states after requests, of which each device takes `rows`."""
+        states = self._prefill(leaves, requests, width, width, patches, rows * self._devices)
+        self._keep(Batch(states, {request.key: row for row, request in enumerate(requests)}))
+
     def _prefill(
-        self,
-        leaves,
-        requests: Sequence[Request],
-        count: int,
-        capacity: int,
-        width: int,
-        patches: int = 0,
-        rows: int = 1,
+        self, leaves, requests: Sequence[Request], count: int, width: int, patches: int, rows: int
     ) -> device.States:
         """States after `count` tokens of each request, never its newest; padded to `width`, `rows` and `patches`."""
         tokens = np.zeros((rows, width), np.int32)
@@ -391,11 +411,14 @@ class Prefills:
             tokens[row, : len(prompt)] = prompt
             lengths[row], totals[row] = len(prompt), len(request.tokens)
         arguments = leaves, tokens, lengths, totals
-        if (pictures := requests[0].pictures) is not None:
-            arguments = *arguments, *pictures.padded(tokens.shape[1], patches)
+        if requests[0].pictures is not None:
+            seen = [request.pictures.padded(width, patches) for request in requests if request.pictures is not None]
+            seen += seen[:1] * (rows - len(seen))
+            pictures = seen[0] if rows == 1 else jax.tree.map(lambda *each: np.concatenate(each), *seen)
+            arguments = *arguments, *pictures
         elif self._gated:
             arguments = *arguments, None, None
-        return self._programs.prefill(self._structure, capacity, *arguments, *self._adapters(requests, rows))
+        return self._programs.prefill(self._structure, width, *arguments, *self._adapters(requests, rows))
 
     def _adapters(self, requests: Sequence[Request], count: int) -> tuple[np.ndarray, ...]:
         """The last argument of programs: int32[count], the requests' adapters; none if there are none."""
@@ -407,61 +430,103 @@ class Prefills:
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= size]
 
-    def _pack(self, leaves, requests: Sequence[Request], width: int, size: int) -> device.States:
-        """The states after prompts, less their last tokens, that are packed in one row of `size` tokens."""
-        tokens = np.zeros((1, size), np.int32)
+    def _pack(self, leaves, packed: Sequence[Sequence[Request]], width: int, size: int) -> device.States:
+        """The states after prompts, less their last tokens, of which each device packs some into its row of `size`
+        tokens.
+        """
+        tokens = np.zeros((len(packed), size), np.int32)
         room = _rows_of_pack(size, width)
-        starts, lengths, totals = np.full(room, size, np.int32), *np.zeros((2, room), np.int32)
-        offset = 0
-        for row, request in enumerate(requests):
-            count = len(request.tokens) - 1
-            tokens[0, offset : offset + count] = request.tokens[:-1]
-            starts[row], lengths[row], totals[row] = offset, count, count + 1
-            offset += count
-        arrays = tokens, starts, lengths, totals, *self._adapters(requests, room)
-        return self._programs.pack(self._structure, width, leaves, *arrays)
+        starts = np.full((len(packed), room), size, np.int32)
+        lengths, totals, numbers = np.zeros((3, *starts.shape), np.int32)
+        for index, requests in enumerate(packed):
+            offset = 0
+            for row, request in enumerate(requests):
+                count, place = len(request.tokens) - 1, (index, row)
+                tokens[index, offset : offset + count] = request.tokens[:-1]
+                starts[place], lengths[place], totals[place] = offset, count, count + 1
+                numbers[place] = request.adapter
+                offset += count
+        of_prompts = starts, lengths, totals, *((numbers,) if self._gated else ())
+        return self._programs.pack(self._structure, width, leaves, tokens, *(array.ravel() for array in of_prompts))
 
-    def _begun(self, request: Request, capacity: int) -> _Long:
-        """A long prompt, with the states of its beginning if they are stored."""
+    def _begun(self, first: Request, texts: Iterable[Request], capacity: int) -> _Long:
+        """The first prompt, which is long, and others for other devices in as many pieces, with the states of their
+        beginnings if they are stored.
+        """
+        pieces, blocks = self._pieces(first, capacity)
+        long = _Long([first], [blocks], pieces, pieces.reused)
+        for request in texts:
+            if (
+                len(long.requests) < self._devices
+                and request.key != first.key
+                and len(request.tokens) > self._piece + 1
+            ):
+                others, blocks = self._pieces(request, capacity)
+                if others == pieces:
+                    long.requests.append(request)
+                    long.blocks.append(blocks)
+        if pieces.reused and self._prefixes is not None:
+            shape = self._states_shape(pieces.room)
+            rows = (self._prefixes.restored(blocks.keys[: pieces.reused], shape) for blocks in long.blocks)
+            long.states = next(rows) if self._division is None else self._side_by_side(rows, pieces.room)
+        return long
+
+    def _side_by_side(self, rows: Iterable[device.States], room: int) -> device.States:
+        """The states of prompts, a row for each device."""
+        assert self._division is not None
+        states = self._division.put(self._states_shape(room, self._devices))
+        for index, row in enumerate(rows):
+            states = self._programs.insert(states, row, np.zeros(1, np.int32), np.array([index], np.int32))
+        return states
+
+    def _pieces(self, request: Request, capacity: int) -> tuple[_Pieces, _Blocks]:
+        """Of a long prompt."""
         prompt = request.tokens[:-1]
         exact = self._width_of_last(len(prompt)), length_bucket(len(prompt))
         width, room = self._chosen(len(prompt), capacity) or exact
+        count = -(-len(prompt) // self._piece)
         if self._prefixes is None:
-            return _Long(request, width, room, [], 0)
+            return _Pieces(count, width, room, 0), _Blocks([], 0)
         # A row's length decides which factors longrope has.
         keys = block_keys(prompt, self._piece, (request.adapter, len(request.tokens) > self.switch))
         usable, known = self._prefixes.find(keys)
-        long = _Long(request, width, room, keys, known)
-        if usable:
-            long.states = self._prefixes.restored(keys[:usable], self._states_shape(room))
-            long.done = long.reused = usable * self._piece
-        return long
+        return _Pieces(count, width, room, usable), _Blocks(keys, known)
 
     def _next_piece(self, leaves, long: _Long) -> int:
-        """Dispatches the next piece of a long prompt; its tokens with padding, or 1 if there is none."""
-        prompt, width = long.request.tokens[:-1], 1
-        if long.done < len(prompt):
-            count = min(self._piece, len(prompt) - long.done)
-            width = self._piece if long.done + count < len(prompt) else long.width
-            if long.done == 0:
+        """Dispatches the next piece of long prompts; its tokens with padding, or 1 if there is none."""
+        width, pieces = 1, long.pieces
+        if long.done < pieces.count:
+            width = self._piece if long.done + 1 < pieces.count else pieces.width
+            requests = [*long.requests, *[long.requests[0]] * (self._devices - len(long.requests))]
+            start, rows = long.done * self._piece, len(requests)
+            if start == 0:
                 first = _padded(self._piece)
-                states = self._prefill(leaves, [long.request], self._piece, first, first)
-                long.states = jax.tree.map(self._grown, states, self._states_shape(long.room))
+                states = self._prefill(leaves, requests, self._piece, first, 0, rows)
+                long.states = jax.tree.map(self._grown, states, self._states_shape(pieces.room, rows))
             else:
-                tokens = np.zeros((1, width), np.int32)
-                tokens[0, :count] = prompt[long.done : long.done + count]
-                numbers = (np.array([number], np.int32) for number in (long.done, count, len(long.request.tokens)))
-                arrays = tokens, *numbers, *self._adapters([long.request], 1)
+                tokens, counts = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+                for row, request in enumerate(requests):
+                    piece = request.tokens[:-1][start : start + self._piece]
+                    tokens[row, : len(piece)], counts[row] = piece, len(piece)
+                totals = np.array([len(request.tokens) for request in requests], np.int32)
+                arrays = tokens, np.full(rows, start, np.int32), counts, totals, *self._adapters(requests, rows)
                 long.states = self._programs.extend(self._structure, leaves, long.states, *arrays)
-            long.done += count
-            blocks = long.done // self._piece
-            if self._prefixes is not None and long.done == blocks * self._piece:
-                whole = blocks in (long.known, len(long.keys))
-                self._prefixes.add(long.keys[:blocks], long.states, whole, long.request.adapter)
-        if long.done == len(prompt):
+            long.done += 1
+            self._store(long)
+        if long.done == pieces.count:
             self._long = None
-            self._keep(Batch(long.states, {long.request.key: 0}, long.reused))
+            rows_of_keys = {request.key: row for row, request in enumerate(long.requests)}
+            self._keep(Batch(long.states, rows_of_keys, pieces.reused * self._piece))
         return width
+
+    def _store(self, long: _Long) -> None:
+        """The last block of each prompt, if it is whole."""
+        if self._prefixes is None:
+            return
+        for row, (request, (keys, known)) in enumerate(zip(long.requests, long.blocks, strict=True)):
+            if long.done <= len(keys):
+                whole = long.done in (known, len(keys))
+                self._prefixes.add(keys[: long.done], long.states, whole, request.adapter, row)
 
     def _keep(self, batch: Batch) -> None:
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.layer_steps import States
 from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
 from jaxtune.models.generation.structure import Structure, shaped
@@ -62,10 +63,11 @@ class Prefixes:
 
       size: tokens of a block.
       are_caches: of which_are_caches.
+      division: of devices that each have all blocks.
     """
 
-    def __init__(self, size: int, most_bytes: int, are_caches: Sequence[bool]):
-        self.size = size
+    def __init__(self, size: int, most_bytes: int, are_caches: Sequence[bool], division: Division | None = None):
+        self.size, self._division = size, division
         self._most_bytes, self._are_caches = most_bytes, tuple(are_caches)
         # by use; a block's key is more recent than those of the blocks that continue it
         self._blocks: collections.OrderedDict[bytes, _Block] = collections.OrderedDict()
@@ -97,13 +99,14 @@ class Prefixes:
         arrays = iter(caches), iter(_copies(whole) if whole else ())
         return jax.tree.structure(states).unflatten([next(arrays[not is_cache]) for is_cache in self._are_caches])
 
-    def add(self, keys: Sequence[bytes], states: States, whole: bool, adapter: int = 0) -> None:
+    def add(self, keys: Sequence[bytes], states: States, whole: bool, adapter: int = 0, row: int = 0) -> None:
         """Stores the last block of `keys`, unless others that must stay fill the memory.
 
         keys: of the first blocks of a prompt.
-        states: of one row, after these blocks.
+        states: after these blocks, of one row, or of one a device.
         whole: also the states that cannot be cut.
         adapter: the number of the prompt's, on which the keys depend.
+        row: the prompt's.
         """
         stored = self._blocks.get(keys[-1])
         if any(key not in self._blocks for key in keys[:-1]) or (
@@ -113,16 +116,20 @@ class Prefixes:
         self._use(keys[:-1] if stored is None else keys)
         cut, uncut = _divided(states, self._are_caches)
         whole = whole or not uncut
-        added_bytes = sum(array.nbytes for array in uncut) if whole else 0
+        added_bytes = sum(array.nbytes // len(array) for array in uncut) if whole else 0
         if stored is None:
-            added_bytes += sum(array.nbytes // array.shape[2] * min(self.size, array.shape[2]) for array in cut)
+            of_tokens = (array.nbytes // len(array) // array.shape[2] for array in cut)
+            counts = (min(self.size, array.shape[2]) for array in cut)
+            added_bytes += sum(size * count for size, count in zip(of_tokens, counts, strict=True))
         if not self._make_room(added_bytes, set(keys)):
             return
         if stored is None:
             caches = _block_of(self.size, cut, np.int32((len(keys) - 1) * self.size)) if cut else []
-            stored = _Block(caches, None, adapter)
-        if whole:
-            stored.whole = _copies(uncut) if uncut else []
+            stored = _Block(caches if self._division is None else self._division.row_of(caches, row), None, adapter)
+        if whole and uncut:
+            stored.whole = _copies(uncut) if self._division is None else self._division.row_of(uncut, row)
+        elif whole:
+            stored.whole = []
         self._blocks[keys[-1]] = stored
         self._bytes += added_bytes
         self._use(keys)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
@@ -69,9 +70,9 @@ class SampledModel:
         """Device bytes of the adapters, as many as the most ranks take."""
         return max(self.bank.bytes, 0 if self._most_ranks is None else self.bank.bytes_of(self._most_ranks))
 
-    def convert(self, layers: int) -> None:
-        """Converts the weights of so many layers once."""
-        self._converted = Converted(layers)
+    def convert(self, layers: int, mesh: Mesh | None = None) -> None:
+        """Converts the weights of so many layers once, on each device of a mesh that has them."""
+        self._converted = Converted(layers, mesh)
         structure, leaves = self._converted.of(self.weights.structure, self.weights.leaves)
         self.weights = self.weights._replace(structure=structure, leaves=leaves, shapes=shapes_of(leaves))
 

@@ -116,8 +116,7 @@ class Sampler:
     Args:
       model: its arrays are used, not copied, apart from plain adapters and converted weights. With shapes in place of
         arrays, as from_pretrained gives `beside`, only `prepare` works, until `update`.
-      slots: None: `most_slots`, halved until there is memory. Of a model whose weights devices divide (`mesh.fsdp`), on
-        each device.
+      slots: None: `most_slots`, halved until there is memory. On each device of a mesh that has the model.
       length: tokens of a row with its prompt. None: as many as there is memory for. Caches grow in buckets up to the
         longest requested row.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.
@@ -154,8 +153,9 @@ class Sampler:
       more_come: set it while requests are about to be submitted: with `first_at_once` rounds then have one step, after
         which these are prefilled.
 
-    Over divided weights all devices decode, each its own slots; `adapters`, `compiles_beside`, `prepare` and `score`
-    are refused, and no beginnings of prompts are stored. In several processes all make the same calls in one order.
+    Where a run's mesh has the model on several devices, whole or divided, all decode, each its own slots; `adapters`,
+    `compiles_beside`, `prepare` and `score` are refused, over divided weights also `exact`. In several processes all
+    make the same calls in one order.
 
     Raises ValueError for a model that scores texts, too little memory or positions, or as `load_adapter`.
     """
@@ -196,18 +196,21 @@ class Sampler:
         self.ends = self._model.ends
         self._division = Division.of(self._model.weights.leaves)
         if self._division is not None:
-            self._require_whole("adapters", bool(adapters) or adapter_ranks is not None)
-            self._require_whole("compiles_beside", compiles_beside)
-            self._require_whole("exact", exact)
-            prefix_bytes = None
+            self._require_one_device("adapters", bool(adapters) or adapter_ranks is not None)
+            self._require_one_device("compiles_beside", compiles_beside)
+            if exact and not self._division.weights_are_whole:
+                raise ValueError(f"Sampler: exact: {self._division.devices} devices divide the model's weights")
+            if prefix_bytes is not None and self._division.spans_processes:
+                prefix_bytes = int(processes.smallest(prefix_bytes) or 0)
         arriving = arriving_bytes(model.layers) if any(map(is_on_host, self._model.weights.leaves)) else 0.0
         room = self._room(memory_share, free_bytes, arriving)
         weights, convertible = self._model.weights, None
-        if not deterministic and not exact and not arriving and self._division is None:
+        whole = self._division is None or self._division.weights_are_whole
+        if not deterministic and not exact and not arriving and whole:
             convertible = convertible_of(weights.structure, weights.shapes, prefill_tokens, most_converted)
         self.plan: SlotPlan = self._planned(room, slots, length, most_slots, convertible, prefix_bytes or 0)
         if self.plan.converted_layers:
-            self._model.convert(self.plan.converted_layers)
+            self._model.convert(self.plan.converted_layers, self._division and self._division.mesh)
         self._steps = tokens_per_round
         (
             self._rows,
@@ -285,12 +288,12 @@ class Sampler:
         )
         return dataclasses.replace(plan, adapter_bytes=self._model.adapter_bytes)
 
-    def _require_whole(self, what: str, asked: bool = True) -> None:
+    def _require_one_device(self, what: str, asked: bool = True) -> None:
         if self._division is not None and asked:
             count, of_hosts = self._division.devices, " of several processes" if self._division.spans_processes else ""
             raise ValueError(
-                f"Sampler: {what}: the model's weights are divided over {count} devices{of_hosts}, as a run with "
-                "mesh.fsdp or several processes leaves them: save the model and load it (from_pretrained)"
+                f"Sampler: {what}: the model is on {count} devices{of_hosts}, as a run with a mesh or several "
+                "processes leaves it: save the model and load it (from_pretrained)"
             )
 
     def _require_arrays(self, caller: str) -> None:
@@ -315,7 +318,7 @@ class Sampler:
         """
         if self._closed:
             raise ValueError("Sampler: load_adapter after close: make a new Sampler")
-        self._require_whole("adapters")
+        self._require_one_device("adapters")
         if self._exact:
             raise ValueError(_EXACT_ADAPTERS)
         self._model.load(name, adapter)
@@ -329,15 +332,15 @@ class Sampler:
 
     def update(self, model: Decoder) -> None:
         """Sets the weights to those of a model with the same structure, whose arrays must not be deleted meanwhile;
-        adapters stay. Raises ValueError while requests are not done, for another structure, and for weights that other
-        devices divide.
+        adapters stay. Raises ValueError while requests are not done, for another structure, and for weights on other
+        devices, or divided otherwise.
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
         self._switch()  # as nobody waits for a program
         divisions = Division.of(jax.tree.leaves(nnx.state(model))), self._division
-        if len({None if division is None else division.mesh for division in divisions}) > 1:
-            raise ValueError("Sampler: update: other devices divide these weights: make a new Sampler")
+        if len(set(divisions)) > 1:
+            raise ValueError("Sampler: update: these weights are on other devices: make a new Sampler")
         self._model.replace(model)
         self._switch()
         self._prefills.forget()
@@ -637,7 +640,7 @@ class Sampler:
         each); also while rows decode. adapter: its name. ValueError: as `submit`.
         """
         self._require_arrays("score")
-        self._require_whole("score")
+        self._require_one_device("score")
         if self._exact:
             raise ValueError("Sampler: exact: score adds up as usual: take training_logprobs(..., exact=True)")
         tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
@@ -665,7 +668,7 @@ class Sampler:
         """Loads or compiles, at the same time, the programs of usual rows, and allocates the slots' caches, with
         `compiles_beside` in their whole length if a longer cache takes a step no longer.
         """
-        self._require_whole("prepare")
+        self._require_one_device("prepare")
         self._switch()
         prepared = self._row_programs.prepare()
         if self._caches.states is None and self._model.weights.are_arrays:

@@ -69,8 +69,14 @@ class SlotRows:
 
     @property
     def free(self) -> list[int]:
-        """The slots that no request has."""
-        return [slot for slot, request in enumerate(self.requests) if request is None]
+        """The slots that no request has, those of the devices with the fewest requests first."""
+        count = len(self.requests) if self._division is None else len(self.requests) // self._division.devices
+        ranks = []
+        for first in range(0, len(self.requests), count):
+            requests = self.requests[first : first + count]
+            free = [first + place for place, request in enumerate(requests) if request is None]
+            ranks += enumerate(free, count - len(free))
+        return [slot for _, slot in sorted(ranks)]
 
     @property
     def ends(self) -> int:

@@ -75,8 +75,6 @@ class SampledRows:
     """Rows on all devices; None: any number at a time."""
     most: int
     """On a device at a time."""
-    copies: bool = False
-    """Whether devices with copies of the weights share the rows, too."""
 
     def on(self, sharing: Sharing) -> int:
         """The most slots of each device."""

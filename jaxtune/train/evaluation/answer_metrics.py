@@ -31,7 +31,7 @@ from jaxtune.train.sampled.reward_functions import RewardFunctions, RewardOption
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
 SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl
-_MOST_SLOTS = 32  # the most answers that are generated at a time
+_MOST_SLOTS = 32  # the most answers that a device generates at a time
 _SHOWN = 160  # characters of a question or an answer on the screen
 
 
@@ -91,7 +91,7 @@ class AnswerMetrics:
     """First answers that become samples."""
 
     most_slots: int
-    """Answers at a time: 32, or fewer if memory is short."""
+    """Answers of a device at a time: 32, or fewer if memory is short."""
 
     deterministic: bool
     """An answer has the same bits whatever else is generated at a time; slower."""

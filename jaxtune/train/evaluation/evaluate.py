@@ -39,7 +39,7 @@ def exact_match(
       `formats.normalize`'s examples.
       max_new_tokens: thoughts included.
       template: as data.template; None: the tokenizer's.
-      batch_size: prompts at a time; fewer if memory is short.
+      batch_size: prompts at a time on a device; fewer if memory is short.
       today: the day that the template writes; None: now.
       pictures: how those of rows are read; None: they have none.
 
@@ -55,7 +55,7 @@ def exact_match(
     ends = set(ends_of(model, trained_tokenizer(tokenizer, template)))
     longest = max(len(question.prompt) for question in questions) + max_new_tokens
     prompts = [question.prompt for question in questions]
-    slots = Sharing.of(model).slots(min(batch_size, len(rows)), batch_size)
+    slots = Sharing.of(model).slots(len(rows), batch_size)
     sampler = Sampler(model, length=longest, most_slots=slots, prefix_bytes=worthwhile_bytes(prompts))
     answers = []
     seen = [PromptPictures.of(question.pictures) for question in questions]

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtune.conversations.answers import Completions
 from jaxtune.conversations.picture_processors import PictureProcessor, PlacedPicture
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.copies import SamplerOfCopies, devices_of
 from jaxtune.models.generation.division import Sharing
 from jaxtune.models.generation.requests import Constraint, Piece, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
@@ -117,36 +116,26 @@ class Sampling:
         """
         return None if self.plan is None else self.plan.converted_layers
 
-    def sampler(
-        self, model: Decoder, prompts: Sequence[Sequence[int]], turns: bool = False
-    ) -> Sampler | SamplerOfCopies:
-        """A sampler for answers to `prompts`, with rows for the longest prompt and answer; several devices, with copies
-        of the weights or parts of them, share the answers.
+    def sampler(self, model: Decoder, prompts: Sequence[Sequence[int]], turns: bool = False) -> Sampler:
+        """A sampler for answers to `prompts`, with rows for the longest prompt and answer; the devices that have the
+        model share them.
 
           turns: an answer's prompts begin with the one before: what they share is prefilled once, and each prompt
           alone, so that an answer has the same bits whenever it is submitted. Several at once are faster.
         """
-        longest, sharing = max(len(ids) for ids in prompts), Sharing.of(model, copies=True)
-
-        def made(model: Decoder) -> Sampler:
-            """One device's sampler, with room for its share of the prompts."""
-            return Sampler(
-                model,
-                length=longest + self.settings.max_completion_length,
-                most_slots=sharing.slots(len(prompts), self.slots),
-                most_converted=self.most_converted,
-                prefills_alone=turns,
-                exact=self.settings.exact,
-                prefix_bytes=prefix_room(room_bytes()) if turns else None,
-            )
-
-        if sharing.devices == 1 or sharing.together:
-            return made(model)
-        return SamplerOfCopies(model, devices_of(model), len(prompts), made)
+        return Sampler(
+            model,
+            length=max(len(ids) for ids in prompts) + self.settings.max_completion_length,
+            most_slots=Sharing.of(model).slots(len(prompts), self.slots),
+            most_converted=self.most_converted,
+            prefills_alone=turns,
+            exact=self.settings.exact,
+            prefix_bytes=prefix_room(room_bytes()) if turns else None,
+        )
 
     def submit(
         self,
-        sampler: Sampler | SamplerOfCopies,
+        sampler: Sampler,
         ids: Sequence[int],
         new: int,
         seed: int,
@@ -213,11 +202,6 @@ class Answering(Protocol):
         ...
 
     @property
-    def on_copies(self) -> bool:
-        """Whether devices that each have the whole weights share the answers."""
-        ...
-
-    @property
     def one_row_a_prompt(self) -> bool:
         """Whether at most as many rows as prompts are sampled at a time; else any number."""
         ...
@@ -250,10 +234,6 @@ class OneTurn:
     @property
     def changes_prompts(self) -> bool:
         return False
-
-    @property
-    def on_copies(self) -> bool:
-        return True
 
     @property
     def one_row_a_prompt(self) -> bool:
@@ -344,10 +324,6 @@ class ToolTurns:
         return self.tools.has_environments
 
     @property
-    def on_copies(self) -> bool:
-        return True
-
-    @property
     def one_row_a_prompt(self) -> bool:
         return True
 
@@ -414,7 +390,7 @@ class ToolTurns:
             dialogues.append(_Dialogue(SampledTurns(ids, messages, sampled=[]), seed, prompt.columns, environment))
         return dialogues
 
-    def _submitted(self, sampler: Sampler | SamplerOfCopies, dialogue: _Dialogue) -> int:
+    def _submitted(self, sampler: Sampler, dialogue: _Dialogue) -> int:
         """Submits the next turn, with all tokens so far as its prompt; the request's number."""
         answer, most = dialogue.answer, self.sampling.settings.max_completion_length
         dialogue.began = len(answer.ids)

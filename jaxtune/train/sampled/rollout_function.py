@@ -114,10 +114,6 @@ class RolloutFunction:
         return True
 
     @property
-    def on_copies(self) -> bool:
-        return False
-
-    @property
     def one_row_a_prompt(self) -> bool:
         return False
 

@@ -139,8 +139,8 @@ def slots_between(
     converts: whether weights may be converted if the devices allow it.
     """
     room = budget_bytes - costs.fixed_bytes(plan.micro_batches) - prefill_bytes(costs, device)
-    sharing = Sharing.of(model, rows.copies)
-    return slots_for(model, room, rows.length, rows.on(sharing), converts and not sharing.together)
+    sharing = Sharing.of(model)
+    return slots_for(model, room, rows.length, rows.on(sharing), converts and sharing.weights_are_whole)
 
 
 def profile_facts(

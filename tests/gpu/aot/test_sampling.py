@@ -145,17 +145,16 @@ def test_no_program_copies_a_cache(case):
         assert memory.alias_size_in_bytes >= states_bytes, name
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("load_in", [None, "nf4"])
-def test_a_step_over_two_devices_exchanges_no_weights(load_in):
-    """Only rows and products, five times a layer, in caches that lie where they are; a prefill has two layers whole."""
+def over_two(data: int, fsdp: int, load_in: str | None, slots: int):
+    """(the states' shapes, the compiled decode, pack and prefill) of three layers of 8B with an adapter on a mesh of
+    two devices, of `slots` slots each."""
     structure, shapes = structure_and_shapes("llama-3.1-8b", 3, True, load_in)
-    mesh, slots = H200.mesh(1, 2), 32
+    mesh = H200.mesh(data, fsdp)
     by_rows = NamedSharding(mesh, partition.ROWS)
     places = jax.tree.leaves(partition.shardings(jax.tree.unflatten(structure.treedef, list(shapes)), mesh))
     leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(shapes, places, strict=True)]
     division = Division.of(leaves)
-    assert division is not None
+    assert division is not None and division.weights_are_whole == (fsdp == 1)
 
     def placed(tree):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by_rows), tree)
@@ -170,16 +169,57 @@ def test_a_step_over_two_devices_exchanges_no_weights(load_in):
         live = device.Live(ints(count), ints(count), flags)
         rows = placed(device.empty_rows(count, 4, structure.config.vocab_size))
         programs, kind = division.programs(False, slots), Kind(True, False, False)
-        decode = programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, flags, live, rows).compile()
-        prefill = programs.prefill.lower(structure, 256, leaves, ints(16, 256), ints(16), ints(16)).compile()
-    exchanges = re.findall(r"^.* = (.*) (?:all-gather|all-to-all)(?:-start)?\(", decode.as_text(), re.MULTILINE)
-    shapes = re.findall(r"\[([\d,]+)\]", " ".join(exchanges))
-    sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in shapes]
-    assert len(exchanges) >= 5 * 3 and max(sizes) <= count * structure.config.vocab_size
+        lowered = (
+            programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, flags, live, rows),
+            programs.pack.lower(structure, 256, leaves, ints(2, 2048), *[ints(32)] * 3),
+            programs.prefill.lower(structure, 256, leaves, ints(16, 256), ints(16), ints(16)),
+        )
+        return states, *(program.compile() for program in lowered)
+
+
+def exchanged_sizes(program) -> list[int]:
+    """Elements of each array that a compiled program exchanges."""
+    found = re.findall(
+        r"^.* = (.*) (?:all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(",
+        program.as_text(),
+        re.MULTILINE,
+    )
+    shapes = re.findall(r"\[([\d,]*)\]", " ".join(found))
+    return [int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_a_step_over_two_devices_exchanges_no_weights(load_in):
+    """Only rows and products, five times a layer, in caches that lie where they are; a prefill has two layers whole."""
+    slots = 32
+    states, decode, pack, prefill = over_two(1, 2, load_in, slots)
+    sizes = exchanged_sizes(decode)
+    assert len(sizes) >= 5 * 3 and max(sizes) <= 2 * slots * SHAPES["llama-3.1-8b"]["vocab_size"]
     memory, layer = decode.memory_analysis(), 2 * 218e6 if load_in is None else 0.6 * 218e6
     states_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states)) / 2
     assert memory.alias_size_in_bytes >= states_bytes and memory.temp_size_in_bytes < 0.2e9
-    assert prefill.memory_analysis().temp_size_in_bytes < 2 * layer + 0.4e9
+    for program in (pack, prefill):
+        assert program.memory_analysis().temp_size_in_bytes < 2 * layer + 0.4e9
+
+
+@pytest.mark.full
+def test_a_step_over_two_devices_with_whole_weights_is_one_device_s():
+    """They exchange what the rows made alone, and have the kernels and the memory of a device that is alone."""
+    states, decode, pack, prefill = over_two(2, 1, None, SLOTS)
+    _, programs = lowered("llama-3.1-8b", 3, True)
+    alone = programs["decode"].compile()
+
+    def kernels(program) -> collections.Counter[str]:
+        return collections.Counter(re.findall(r' custom-call\(.*custom_call_target="([^"]+)"', program.as_text()))
+
+    assert kernels(decode) == kernels(alone) and kernels(alone)
+    assert 0 < sum(exchanged_sizes(decode)) <= 3 * 2 * SLOTS * STEPS * 2
+    assert exchanged_sizes(pack) == exchanged_sizes(prefill) == []
+    memory, of_one = decode.memory_analysis(), alone.memory_analysis()
+    states_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states)) / 2
+    assert memory.alias_size_in_bytes >= states_bytes and not copies(decode.as_text(), states)
+    assert memory.temp_size_in_bytes < of_one.temp_size_in_bytes + 1e6
 
 
 @pytest.mark.full
