@@ -103,7 +103,7 @@ def gated_kernel(
 
     COLUMNS not 0: gate and up are one array [SIZE / COLUMNS, 2 COLUMNS], in which each row's gate is first.
     WEIGHTED: each row is multiplied by its one of float32[SIZE / COLUMNS] `weights`, as experts' kernels do it; else
-      these are None.
+      these are not read.
     ACTIVATION: 0: silu; 1: tanh approximation of gelu.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

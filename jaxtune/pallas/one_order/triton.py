@@ -144,7 +144,7 @@ def _activated(gate, up, weights, shape, columns: int, activation: str) -> jax.A
     size = math.prod(shape)
     [out] = _call(size // shape[-1])(
         kernels.gated_kernel,
-        (gate, up, *(() if weights is None else (weights,))),
+        (gate, up, gate if weights is None else weights),
         [jax.ShapeDtypeStruct(shape, gate.dtype)],
         (-(-size >> _LEVELS),),
         warps=4,
@@ -154,7 +154,6 @@ def _activated(gate, up, weights, shape, columns: int, activation: str) -> jax.A
         WEIGHTED=int(weights is not None),
         ACTIVATION=ACTIVATIONS[activation],
         BLOCK=1 << _LEVELS,
-        **({"weights": None} if weights is None else {}),
     )
     return out
 
