@@ -1,9 +1,10 @@
 """Whether sampler and training forward give a token the same bits with `exact`, and what that takes.
 
-    python benchmarks/exact.py --output FILE.json [--layers 4] [--rows 64] [--load-in nf4]
+    python benchmarks/exact.py --output FILE.json [--shape qwen3-30b-a3b] [--layers 4] [--rows 64] [--load-in nf4]
         [--parts sampled operations usual rates]
 
-An 8B's shape with fewer layers, bf16, an adapter of rank 16 on every linear; 64 rows of 200 + 256 tokens.
+A published shape (an 8B's unless --shape names another of shapes.py) with fewer layers, bf16, an adapter of rank 16 on
+every linear and on experts' matrices; 64 rows of 200 + 256 tokens.
 
     sampled      how many of the answers' tokens have another log-probability in a training forward, of rows alone and
                  of rows packed behind each other; tokens/s of the sampler
@@ -32,38 +33,28 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 _PROMPT, _NEW = 200, 256
 _AS_STEPS = {"xla_allow_excess_precision": False}
-_SHAPE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+_SMALL = {"vocab_size": 640, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+_SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
-def model_of(layers: int, small: bool, load_in: str | None) -> Any:
+def model_of(shape_name: str, layers: int, small: bool, load_in: str | None) -> Any:
     import jax
     import jax.numpy as jnp
 
     import jaxtune
     from benchmarks.random_model import random_model
+    from benchmarks.shapes import SHAPES
     from jaxtune.models.files.quant import quantize
     from jaxtune.models.lora import matrices
 
-    shape = _SHAPE | {"num_hidden_layers": layers}
+    shape = SHAPES[shape_name] | {"num_hidden_layers": layers}
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if "num_experts" in shape else None
     if small:
-        shape |= {"vocab_size": 640, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        shape |= _SMALL | (_SMALL_EXPERTS if experts else {})
     model = random_model(shape, jax.random.key(0))
-    model = jaxtune.get_peft_model(quantize(model, load_in) if load_in else model, r=16)
+    model = quantize(model, load_in) if load_in else model
+    model = jaxtune.get_peft_model(model, r=16, target_parameters=experts)
     for place, (_, linear) in enumerate(matrices(model)):
         assert linear.lora is not None
         b = linear.lora.b
@@ -215,6 +206,7 @@ def operations(model: Any, prompts: list[list[int]], answers: list[list[int]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True)
+    parser.add_argument("--shape", default="llama-3.1-8b", help="a key of shapes.py")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--load-in")
@@ -244,7 +236,7 @@ def main() -> None:
         return value
 
     say("device", lambda: {"kind": jax.devices()[0].device_kind, "jax": jax.__version__})
-    model = model_of(options.layers, options.small, options.load_in)
+    model = model_of(options.shape, options.layers, options.small, options.load_in)
     drawn = np.random.default_rng(0)
     prompts = [drawn.integers(3, model.config.vocab_size, _PROMPT - n % 16).tolist() for n in range(options.rows)]
     answers = drawn.integers(3, model.config.vocab_size, (options.rows, _NEW)).tolist()

@@ -17,6 +17,7 @@ from tiny_models import adapted_model, tiny_model
 from jaxtune import Decoder, Sampler
 from jaxtune.models.config import LayerSpec, MoEConfig, RopeConfig
 from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation import exactness
 from jaxtune.models.generation.differences import differences
 from jaxtune.models.generation.exactness import refusal, require_exact
 from jaxtune.models.generation.generate import training_logprobs
@@ -38,7 +39,8 @@ KINDS = {
 
 def model_of(kind: str, dtype: str, load_in: str | None) -> Decoder:
     model = tiny_model(dtype, **(SHAPE | KINDS[kind]))
-    return adapted_model(quantize(model, load_in) if load_in else model, r=4, lora_alpha=8)
+    settings = dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"]) if model.config.moe else {}
+    return adapted_model(quantize(model, load_in) if load_in else model, r=4, lora_alpha=6, **settings)
 
 
 @pytest.mark.full
@@ -47,7 +49,7 @@ def model_of(kind: str, dtype: str, load_in: str | None) -> Decoder:
 def test_sampler_and_training_forward_agree_in_every_bit(data):
     forget_programs()
     kind, dtype = data.draw(st.sampled_from([*KINDS])), data.draw(st.sampled_from(["bfloat16", "float32"]))
-    load_in = data.draw(st.sampled_from([None, "nf4"])) if kind in ("dense", "normed_heads") else None
+    load_in = data.draw(st.sampled_from([None, "nf4"])) if kind in ("dense", "normed_heads", "experts") else None
     lengths = data.draw(
         st.lists(st.one_of(st.integers(1, 300), st.sampled_from([63, 64, 65, 129])), min_size=1, max_size=7)
     )
@@ -98,7 +100,8 @@ def test_no_operation_differs(kind, exact):
     with one_order.exact() if exact else contextlib.nullcontext():
         found = list(differences(model, texts, [60, 101, 20], steps=2))
     assert {one.phase for one in found} == {"packed", "prompts", "packed prompts", "decoding"}
-    assert {one.operation for one in found if one.phase == "decoding"} >= {"attention", "key", "stream", "next norm"}
+    operations = {one.operation for one in found if one.phase == "decoding"}
+    assert operations >= {"attention", "key", "stream", "down", "next norm"}
     assert all(one.numbers for one in found)
     differing = [one for one in found if one.differing]
     assert not differing if exact else differing
@@ -132,7 +135,7 @@ WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=128)
     ("changes", "reason"),
     [
         (dict(layers=(LayerSpec(), LayerSpec(window=50))), "layers.1: attention with a window of 50"),
-        (dict(moe=MOE), "layers.0: experts"),
+        (dict(moe=MOE), "layers.0: experts, not measured, on a GPU"),
         (dict(activation="gelu"), "layers.0: the activation gelu, not measured, on a GPU"),
         (dict(head_dim=64), "layers.0: heads of 64 numbers, not measured"),
         (dict(qk_norm="head"), "layers.0: norms of heads, not measured"),
@@ -152,6 +155,16 @@ def test_what_has_no_kernels_is_refused_on_a_gpu(changes, reason, monkeypatch):
         assert refusal(tiny_model("float32", **WIDE)) == "this GPU: products in float32; measured in bfloat16 alone"
     with dispatch.compile_for((8, 0)):
         assert refusal(model) == "this GPU: measured on Hopper alone (compute capability 9.0)"
+
+
+def test_a_router_in_a_dtype_of_its_own_is_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
+    model = tiny_model("bfloat16", **(WIDE | dict(moe=MOE)))
+    model.layers[1].mlp.router.compute = "float32"
+    monkeypatch.setattr(exactness, "_not_measured", lambda layer: None)
+    with dispatch.compile_for((9, 0)):
+        assert refusal(model) == "layers.1: a router in a dtype of its own, on a GPU"
+    assert refusal(model) is None
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreted
 
-from jaxtune.pallas import one_order
+from jaxtune.pallas import dispatch, gpu_kernel, one_order
 from jaxtune.pallas.attention import attention_forward, packed_layout
 from jaxtune.pallas.decode.attention import cache_of, chunk_attention, decode_attention
-from jaxtune.pallas.decode.few_rows import added_norm, gated_product, placed
-from jaxtune.pallas.gated import activated
+from jaxtune.pallas.decode.few_rows import added_norm, experts_down, experts_gated, gated_product, placed
+from jaxtune.pallas.gated import RowGate, activated, gated_rows
+from jaxtune.pallas.grouped_matmul import GroupedLora, gated_thin
+from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.normed_heads import normed, normed_heads, rotated
 from jaxtune.pallas.quant_matmul import LoraWeights
+from jaxtune.pallas.routing import matmul_of_tokens, matmul_to_tokens, route, row_weights
 
 
 def drawn(number: int, *shape: int, dtype=jnp.float16) -> jax.Array:
@@ -151,3 +154,54 @@ def test_attention_of_a_document_has_the_same_bits_wherever_it_begins(starts):
         caches = [cache_of(array[:, : max(before, 1)], jnp.asarray([before]), 256) for array in parts[1:]]
         chunk = chunk_attention(*(part[:, before:] for part in parts), *caches, jnp.asarray([before]), **options)
         np.testing.assert_array_equal(chunk, alone[:, before:])
+
+
+def of_experts(*shapes: tuple[int, ...], most: int = 40) -> list[jax.Array]:
+    """Whole numbers, whose sums are exact, so that a rounding in another place shows."""
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.integers(-most, most + 1, shape), jnp.float16) for shape in shapes]
+
+
+@pytest.mark.parametrize("rank", [0, 4, 20])
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_experts_of_few_tokens_round_as_those_of_many(tokens, rank):
+    """Adapters are part of one sum; a token without experts gets zeros."""
+    experts, k, hidden, inner = 5, 2, 128, 64
+    x, gate_up, down, h = of_experts(
+        (tokens, hidden), (experts, 128, hidden), (experts, 128, inner), (tokens, k, inner)
+    )
+    gate_up, h = gate_up / 4096, h.reshape(-1, inner)
+    sides = of_experts(
+        (experts, rank, hidden), (experts, 128, rank), (experts, rank, inner), (experts, 128, rank), most=3
+    )
+    a, b, down_a, down_b = sides
+    loras = [GroupedLora(a / 128, b / 64, 0.3), GroupedLora(down_a, down_b, 0.3)] if rank else [None, None]
+    choice = jnp.asarray(np.random.default_rng(1).permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :k])
+    choice = choice.astype(jnp.int32).at[1].set(experts)
+    weights = jnp.abs(drawn(3, tokens, k, dtype=jnp.float32))
+    with gpu_kernel.interpreted():
+        routing = route(choice, experts)
+        many = matmul_of_tokens(x, gate_up, routing, loras[0])
+        gated = gated_rows(many, row_weights(weights, routing), RowGate("silu"))
+        rows = jnp.zeros((routing.groups.rows, inner), h.dtype).at[routing.slots.reshape(-1)].set(h, mode="drop")
+        want = matmul_to_tokens(rows, down, routing, loras[1])
+        assert dispatch.record["grouped_matmul"][0] == "mosaic"
+    got = experts_gated(x, gate_up, choice, weights, "silu", loras[0])
+    slots = routing.slots.reshape(-1, 1)
+    want_gated = jnp.where(slots < len(gated), gated.at[slots[:, 0]].get(mode="clip"), 0)
+    np.testing.assert_array_equal(got, want_gated)
+    parts = experts_down(h, down, choice, loras[1])
+    assert parts.dtype == h.dtype and not np.asarray(parts[:, 1]).any()
+    got, _ = added_norm(jnp.zeros_like(want), parts, jnp.ones(128, h.dtype), eps=1e-6)
+    np.testing.assert_array_equal(got, want)
+    assert np.asarray(want[0]).any() and np.isfinite(np.asarray(want)).all()
+
+
+@pytest.mark.parametrize("rank", [3, 16])
+def test_inner_rows_are_rounded_alike_whichever_kernel_computes_them(rank):
+    groups = groups_of(jnp.asarray((300, 0, 1), jnp.int32), 310)
+    inside = (jnp.arange(groups.tile_rows) < groups.tile_sizes[:, None]).reshape(-1, 1)
+    gate_up, weights = jnp.where(inside, drawn(0, groups.rows, 256), 0), drawn(1, groups.rows, dtype=jnp.float32)
+    a, gate = drawn(2, 3, rank, 128), RowGate("silu")
+    rows, _ = gated_thin.gated_rows_thin(gate_up, weights, a, groups, gate)
+    np.testing.assert_array_equal(jnp.where(inside, rows, 0), gated_rows(gate_up, weights, gate))

@@ -22,6 +22,7 @@ from jaxtune.models.generation import plain_layer
 from jaxtune.models.generation.xla_options import AS_TRAINED, prompt_options, sampler_options
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
+from jaxtune.models.layers.experts import MoE
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.places import MID
 from jaxtune.models.layers.segment import Context
@@ -29,8 +30,9 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.decode.few_rows import MOST_ROWS, added_norm, chosen_token
-from jaxtune.pallas.gated import activated, gated_thin
+from jaxtune.pallas.gated import activated, gated_rows, gated_thin
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
+from jaxtune.pallas.routing import route, row_weights
 
 _PACKED = 2048  # tokens of a row of several documents
 _UNORDERED = ("lse", "gate_up", "router_sums")  # residuals that are no token's own, or that only a backward reads
@@ -205,7 +207,17 @@ def _trained(graph, spec: LayerSpec, trainable, frozen, x, layout: PackedLayout,
         gate, up = values["gate"], values["up"]
         more["gated"] = _gated(feed_forward, gate, up)
         more["down"] = feed_forward.down(gate, up)
+    if type(feed_forward) is MoE:
+        more |= _of_experts(feed_forward, block.normed("mlp", values[MID]), values["gate_up"], values["choice"])
     return values | more
+
+
+def _of_experts(moe: MoE, x: jax.Array, gate_up: jax.Array, choice: jax.Array) -> dict[str, jax.Array]:
+    weights, routing = moe.weights(x, choice), route(choice, moe.moe.num_experts)
+    rows = gated_rows(gate_up, row_weights(weights, routing), moe.gate)
+    gated = rows.at[routing.slots].get(mode="fill", fill_value=0)
+    down = moe.down(gate_up, choice, x)
+    return {"router's weights": weights, "gated": gated.reshape(*x.shape[:2], -1), "down": down}
 
 
 def _gated(feed_forward: MLP, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -256,7 +268,7 @@ def _decoded(
         trained = at.get(name)
         summed = value
         if name in ("query, key, value", "output", "down"):  # partial sums, which their reader adds up and rounds
-            summed = functools.reduce(jnp.add, list(value)).astype(at[LAYER_INPUT].dtype)
+            summed = functools.reduce(jnp.add, list(value.astype(jnp.float32))).astype(at[LAYER_INPUT].dtype)
         if trained is None:
             return value
         results[name] = summed.reshape(trained.shape)
@@ -278,9 +290,9 @@ def _decoded(
     results["next norm"] = added_norm(at[LAYER_OUTPUT], nothing, next_weight, **options)[1]
     assert type(mixer) is Attention
     keys = {name: _cached(cache, positions) for name, cache in zip(("key", "value"), state["mixer"], strict=True)}
-    order = ("query, key, value", *keys, "attention", "output", "stream", "norm", "choice", "gated", "down")
+    order = ("query, key, value", *keys, "attention", "output", "stream", "norm", "choice", "router's weights", "gated")
     results |= keys
-    return {name: results[name] for name in (*order, LAYER_OUTPUT, "next norm") if name in results}
+    return {name: results[name] for name in (*order, "down", LAYER_OUTPUT, "next norm") if name in results}
 
 
 def _of_head(model: Decoder, x: jax.Array, positions: np.ndarray, same_choices: bool) -> Iterator[Compared]:

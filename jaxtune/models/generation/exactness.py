@@ -77,8 +77,8 @@ def _of_gpu(model: Decoder) -> str | None:
             reason = "attention or a feed-forward that decoding computes operation by operation"
         elif spec.window is not None:
             reason = f"attention with a window of {spec.window}, whose tiles do not begin with a document"
-        elif type(layer.parts["mlp"]) is MoE:
-            reason = "experts, whose sums are divided otherwise in decoding"
+        elif any(type(module) is Router and module.compute is not None for _, module in nnx.iter_modules(layer)):
+            reason = "a router in a dtype of its own"
         else:
             reason = _not_measured(layer)
         if reason is not None:
@@ -100,6 +100,7 @@ def _not_measured(layer: Block) -> str | None:
         "norms of heads": config.qk_norm is not None,
         "sinks": config.attention_sinks,
         "soft caps": config.attention_soft_cap is not None or config.final_soft_cap is not None,
+        "experts": type(layer.parts["mlp"]) is MoE,
         "biases": any(matrix.bias is not None for matrix in matrices),
     }
     return next((f"{name}, not measured" for name, is_there in found.items() if is_there), None)

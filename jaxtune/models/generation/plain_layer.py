@@ -267,8 +267,8 @@ def _of_experts(moe: MoE, x: jax.Array, context: Context, tap: Tap) -> jax.Array
     if not experts_have_kernels(x, (gate_up, down), settings.experts_per_token, activation, loras):
         return None
     choice = tap("choice", moe.choose(x[:, None], context.layout.doc_end > 0))
-    weights = moe.router.weights(moe.router(x), choice)
-    gated = experts_gated(x, gate_up, choice, weights, activation, loras[0])
+    weights = tap("router's weights", moe.router.weights(moe.router(x), choice))
+    gated = tap("gated", experts_gated(x, gate_up, choice, weights, activation, loras[0]))
     return experts_down(gated, down, choice, loras[1])
 
 

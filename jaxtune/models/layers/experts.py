@@ -163,6 +163,10 @@ class MoE(nnx.Module):
         """
         return choose_experts(self._logits(x), self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
+    def weights(self, x: jax.Array, choice: jax.Array) -> jax.Array:
+        """The router's weights of each token's experts, float32[B * T, k]."""
+        return self.router.weights(self._logits(x), choice)
+
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
         """Sums over tokens for the router's losses, which can be added over layers and devices; padding is left out."""
@@ -185,7 +189,7 @@ class MoE(nnx.Module):
           choice: int32[tokens, k], each token's experts.
           x: [B, T, hidden], the experts' input.
         """
-        weights = self.router.weights(self._logits(x), choice)
+        weights = self.weights(x, choice)
         routing = route(choice, self.moe.num_experts)
         by_row, linear = row_weights(weights, routing), self.experts.down_proj
         if linear.only_adapted(gate_up.dtype):
@@ -193,7 +197,7 @@ class MoE(nnx.Module):
             out = out if linear.bias is None else token_bias(out, weights, linear.bias[...], choice)
         else:
             split_linear = nnx.split(linear, nnx.Param, ...)
-            run = functools.partial(_down, self._gate, *split_linear, gate_up, by_row, weights, routing, choice)
+            run = functools.partial(_down, self.gate, *split_linear, gate_up, by_row, weights, routing, choice)
             out = low_rank.of_function(run)
         return out.reshape(*x.shape[:-1], -1)
 
@@ -201,11 +205,12 @@ class MoE(nnx.Module):
         linear = self.experts.down_proj
         lora = linear.adapter()
         assert lora is not None
-        operands = gate_up, by_row, self._gate, linear.stored_weight, routing, lora
+        operands = gate_up, by_row, self.gate, linear.stored_weight, routing, lora
         return gated_to_tokens(*operands, transposed=linear.transposed, fp8=linear.fp8)
 
     @property
-    def _gate(self) -> RowGate:
+    def gate(self) -> RowGate:
+        """How the experts' inner rows follow from gate and up."""
         moe = self.moe
         return RowGate(self.config.activation, moe.swiglu_limit, moe.swiglu_alpha, moe.interleaved)
 
@@ -321,6 +326,6 @@ class MoE(nnx.Module):
         again = fit.rows_again if "gate_up" in sizes.recomputed and not gathers else fit.rows
         work = max(fit.gate_up * gate_up + fit.rows_beside * rows, again * rows + fit.decoded * decoded)
         work += codes + max(gate_up, rows) / sizes.dtype.itemsize if codes else 0.0
-        work += 0.0 if in_place(sizes.dtype, self._gate) else gate_up
+        work += 0.0 if in_place(sizes.dtype, self.gate) else gate_up
         shared = 2.0 * (sizes["shared_gate"] + sizes["shared_up"])
         return Scratch(fit.own * sizes["layer_input"] + shared, work, covers_mixer=True)

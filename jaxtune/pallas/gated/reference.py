@@ -93,10 +93,17 @@ def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Arr
 
       gate_up: [rows, 2 I]. weights: float32[rows].
     """
+    plain = gate.limit is None and not gate.interleaved and gate.activation in one_order.triton.ACTIVATIONS
+    if one_order.runs_kernels() and plain and gate_up.dtype.itemsize == 2:
+        return one_order.triton.weighted_rows(gate_up, weights, gate.activation)
+    return _gated_rows(gate_up, weights, gate)
+
+
+def _gated_rows(gate_up, weights, gate: RowGate) -> jax.Array:
     return (gate(gate_up) * weights[:, None]).astype(gate_up.dtype)
 
 
 def gated_rows_backward(gate_up, weights, dgated, gate: RowGate):
     """As api.gated_rows_backward: (weighted inner rows, gradients of gate_up and of weights)."""
-    gated, pullback = jax.vjp(lambda gate_up, weights: gated_rows(gate_up, weights, gate), gate_up, weights)
+    gated, pullback = jax.vjp(lambda gate_up, weights: _gated_rows(gate_up, weights, gate), gate_up, weights)
     return gated, *pullback(dgated)

@@ -75,8 +75,13 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
     weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), in x's dtype. Of [E, out, in] contract is 2 in the
     forward, 1 for x's gradient; of [E, in, out] the reverse.
     extra: None, or an adapter's u [rows, r] and [E, n, r] or [E, r, n], whose product, rounded to x's dtype, is
-    added: in the forward scale x A^T and B, for x's gradient scale dy B and A.
+    added: in the forward scale x A^T and B, for x's gradient scale dy B and A. In one order it is part of the sum,
+    behind the columns of x, as the kernels compute it.
     """
+    exact = one_order.is_exact() and contract == 2
+    if exact and extra is not None:
+        x, weight = (jnp.concatenate(pair, axis=-1) for pair in ((x, extra[0]), (weight, extra[1].astype(x.dtype))))
+        extra = None
 
     def tile_product(tile):
         rows, expert = tile
@@ -90,7 +95,6 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
             preferred_element_type=x.dtype,
         )
 
-    exact = one_order.is_exact() and contract == 2
     out = jax.lax.map(tile_product, (tiled(x, groups), groups.tile_expert)).reshape(groups.rows, -1)
     if extra is None:
         return out

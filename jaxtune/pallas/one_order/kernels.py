@@ -89,11 +89,21 @@ def product_kernel(
 
 @triton.jit
 def gated_kernel(
-    gate, up, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    gate,
+    up,
+    weights,
+    out,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """out = activation(gate) * up, SIZE numbers of 16 bits, in float32, rounded once. Grid: (SIZE / BLOCK, rounded up).
 
     COLUMNS not 0: gate and up are one array [SIZE / COLUMNS, 2 COLUMNS], in which each row's gate is first.
+    WEIGHTED: each row is multiplied by its one of float32[SIZE / COLUMNS] `weights`, as experts' kernels do it; else
+      these are not read.
     ACTIVATION: 0: silu; 1: tanh approximation of gelu.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -103,8 +113,11 @@ def gated_kernel(
         places, behind = offsets + offsets // COLUMNS * COLUMNS, COLUMNS
     x = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
     y = tl.load(up + places + behind, mask=real, other=0.0).to(tl.float32)
-    share, _ = share_of(x, ACTIVATION, 1.0, 0)
-    tl.store(out + offsets, (x * share * y).to(out.dtype.element_ty), mask=real)
+    share, _ = share_of(x, ACTIVATION, 1.0, WEIGHTED)
+    result = x * share * y
+    if WEIGHTED:
+        result = result * tl.load(weights + offsets // COLUMNS, mask=real, other=0.0)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit

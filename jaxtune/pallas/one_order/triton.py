@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MOST_RANK = 128
 # Rows up to which an operation is a node of a CUDA graph, as those of decoding steps are. Of more, a program does not
 # contain the assembly once for each layer.
@@ -120,29 +120,39 @@ def _product(x, weight, adapter, *, tile: Tile, dtype):
 
 def activated(gate, up, activation: str) -> jax.Array:
     """activation(gate) * up in their dtype, in float32, rounded once. activation: "silu" or "gelu_tanh"."""
-    return _activated(gate, up, gate.shape, 0, activation)
+    return _activated(gate, up, None, gate.shape, 0, activation)
 
 
 def activated_halves(gate_up, activation: str) -> jax.Array:
     """`activated` of both halves of the columns of gate_up [N, 2 I]: [N, I]."""
+    return _of_halves(gate_up, None, activation)
+
+
+def weighted_rows(gate_up, weights, activation: str) -> jax.Array:
+    """`activated_halves`, times float32[N] weights of rows before it is rounded."""
+    return _of_halves(gate_up, weights, activation)
+
+
+def _of_halves(gate_up, weights, activation: str) -> jax.Array:
     rows, columns = len(gate_up), gate_up.shape[1] // 2
-    return _activated(gate_up, gate_up, (rows, columns), columns, activation)
+    return _activated(gate_up, gate_up, weights, (rows, columns), columns, activation)
 
 
-def _activated(gate, up, shape, columns: int, activation: str) -> jax.Array:
+def _activated(gate, up, weights, shape, columns: int, activation: str) -> jax.Array:
     from jaxtune.pallas.one_order import kernels
 
     size = math.prod(shape)
     [out] = _call(size // shape[-1])(
         kernels.gated_kernel,
-        (gate, up),
+        (gate, up, gate if weights is None else weights),
         [jax.ShapeDtypeStruct(shape, gate.dtype)],
         (-(-size >> _LEVELS),),
         warps=4,
         stages=1,
         SIZE=size,
         COLUMNS=columns,
-        ACTIVATION=_ACTIVATIONS[activation],
+        WEIGHTED=int(weights is not None),
+        ACTIVATION=ACTIVATIONS[activation],
         BLOCK=1 << _LEVELS,
     )
     return out

@@ -49,7 +49,8 @@ def structure_and_shapes(name: str, layers: int, adapter: bool | str, load_in: s
         model = compute_in_fp8(model) if load_in == "fp8 products" else model
         if adapter == "of rows":
             return with_adapters_of_rows(freeze(model))
-        return get_peft_model(model, r=16) if adapter else model
+        experts = ["experts.gate_up_proj", "experts.down_proj"] if model.config.moe else None
+        return get_peft_model(model, r=16, target_parameters=experts) if adapter else model
 
     model = nnx.eval_shape(make)
     graph, state = nnx.split(model)

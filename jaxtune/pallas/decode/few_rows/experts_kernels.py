@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jaxtune.pallas.decode.few_rows.triton_kernels import _activated
+from jaxtune.pallas.gated.kernels import share_of
 
 
 @triton.jit
@@ -37,13 +37,13 @@ def expert_kernel(
     if there are none. The programs behind the last expert write zeros for choices that are no expert. A token is one
     column of the tensor cores' product, so its bits depend on no other token.
 
-      x, weight, out: ACTIVATION 0: [COUNT * CHOICES, INNER], [EXPERTS, SIZE, INNER], float32[CHOICES, COUNT, SIZE]. 1
-        (silu) or 2 (gelu_tanh): [COUNT, INNER], [EXPERTS, 2 * SIZE, INNER] (gate before up), [COUNT * CHOICES, SIZE] =
-        activation(gate) * up * factor, gate and up rounded to x's dtype, the rest float32.
+      x, weight, out: ACTIVATION 0: [COUNT * CHOICES, INNER], [EXPERTS, SIZE, INNER], [CHOICES, COUNT, SIZE], float32
+        or rounded. 1 (silu) or 2 (gelu_tanh): [COUNT, INNER], [EXPERTS, 2 * SIZE, INNER] (gate before up), [COUNT *
+        CHOICES, SIZE] = activation(gate) * up * factor, gate and up rounded to x's dtype, the rest float32.
       choice: int32[COUNT, CHOICES], a token's experts, all different; numbers outside of 0 to EXPERTS - 1 are none.
       factors: float32[COUNT, CHOICES]; not read if ACTIVATION is 0.
       a, b: [EXPERTS, A_RANK, INNER], [EXPERTS, SIZE or 2 * SIZE, A_RANK] in x's dtype, for W + SCALE B A in place of
-        each matrix W; SCALE A x is rounded to x's dtype. None if RANK is 0.
+        each matrix W; A x, and then SCALE A x, is rounded to x's dtype. None if RANK is 0.
       TOKENS, PLACES: COUNT and CHOICES as powers of two, TOKENS at least 16.
       SLOTS: tokens multiplied at once; the matrix is read again for each further SLOTS.
       RANK: 0 or 64, the rows that a warp group multiplies; those from A_RANK on are 0.
@@ -96,7 +96,7 @@ def expert_kernel(
                     thin = tl.load(thin_lines + columns[None, :], mask=exists[:, None], other=0.0)
                     inner = tl.dot(thin, token_block, inner)
             if RANK > 0:
-                scaled = (inner * SCALE).to(DTYPE)
+                scaled = (inner.to(DTYPE).to(tl.float32) * SCALE).to(DTYPE)
                 total = tl.dot(tl.load(b_pointers, mask=exists[None, :], other=0.0), scaled, total)
                 if ACTIVATION:
                     up_b = tl.load(b_pointers + SIZE * A_RANK, mask=exists[None, :], other=0.0)
@@ -104,8 +104,9 @@ def expert_kernel(
             line = pairs % CHOICES * COUNT + pairs // CHOICES
             if ACTIVATION:
                 line = pairs
-                gate = _activated(total.to(DTYPE).to(tl.float32), ACTIVATION)
+                gate = total.to(DTYPE).to(tl.float32)
+                share, _ = share_of(gate, ACTIVATION - 1, 1.0, 1)  # as kernels of many rows round it
                 factor = tl.load(factors + pairs, mask=occupied, other=0.0)
-                total = gate * up.to(DTYPE).to(tl.float32) * factor[None, :]
+                total = gate * share * up.to(DTYPE).to(tl.float32) * factor[None, :]
             result = tl.trans(total).to(out.dtype.element_ty)
             tl.store(out + line[:, None] * SIZE + rows[None, :], result, mask=occupied[:, None])

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat
+from jaxtune.pallas import compat, one_order
 from jaxtune.pallas.decode.few_rows.triton import Tile, rows_refusal
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul.few_sizes import NUMBERS, padded
@@ -69,7 +69,7 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
     x, weight: [N * k, in], [E, out, in]; with an activation [N, in], [E, 2 out, in], gate first.
     choice: int32[N, k]. factors: float32[N, k], the router's; without an activation not read.
     at_once: tokens multiplied at once, a power of two of at least 16.
-    activation: 0: none, result float32[k, N, out]; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.
+    activation: 0: none, result [k, N, out] in `partial_dtype`; 1 (silu) or 2 (gelu_tanh): [N * k, out] in x's dtype.
     """
     from jaxtune.pallas.decode.few_rows import experts_kernels
 
@@ -77,7 +77,9 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
     sides = 2 if activation else 1
     size //= sides
     shape, dtype = (
-        ((count * experts_per_token, size), x.dtype) if activation else ((experts_per_token, count, size), jnp.float32)
+        ((count * experts_per_token, size), x.dtype)
+        if activation
+        else ((experts_per_token, count, size), partial_dtype(x.dtype))
     )
     if lora is None:
         adapters, absent = [], {"a": None, "b": None}
@@ -108,6 +110,11 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
         **absent,
     )
     return out
+
+
+def partial_dtype(dtype):
+    """Of experts_down's results for h in `dtype`: in one order each product is rounded, as routing's are."""
+    return dtype if one_order.is_exact() else jnp.float32
 
 
 def down_tile(hidden: int) -> Tile:

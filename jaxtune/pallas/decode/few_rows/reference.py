@@ -11,6 +11,7 @@ from jaxtune.pallas.gated import ACTIVATIONS, activated
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import quant_matmul
 from jaxtune.pallas.quant_matmul.fp8_few import Coded
+from jaxtune.pallas.quant_matmul.reference import scaled
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -56,7 +57,7 @@ def _of_experts(rows, matrices, choice, lora, dtype):
         expert, matrix, adapter = numbered
         out = product(rows, matrix)
         if adapter is not None:
-            out += product((adapter.scale * product(rows, adapter.a)).astype(rows.dtype), adapter.b)
+            out += product(scaled(product(rows, adapter.a).astype(rows.dtype), adapter.scale), adapter.b)
         return jnp.where((choice == expert)[:, :, None], out.astype(dtype), total), None
 
     numbered = jnp.arange(len(matrices), dtype=jnp.int32), matrices, lora
@@ -73,7 +74,7 @@ def experts_gated(x, gate_up, choice, weights, activation, lora):
 def experts_down(h, down, choice, lora):
     """As experts.experts_down."""
     rows = h.reshape(*choice.shape, -1)
-    return _of_experts(rows, down, choice, lora, jnp.float32).swapaxes(0, 1)
+    return _of_experts(rows, down, choice, lora, h.dtype if one_order.is_exact() else jnp.float32).swapaxes(0, 1)
 
 
 def _sum(partial_sums, dtype):

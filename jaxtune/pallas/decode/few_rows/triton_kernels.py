@@ -17,15 +17,6 @@ _CUBIC, _FACTOR = (
 
 
 @triton.jit
-def _activated(gate, ACTIVATION: tl.constexpr):
-    if ACTIVATION == 1:
-        return gate / (1.0 + tl.exp(-gate))
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
-
-
-@triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 
