@@ -219,6 +219,8 @@ class Scratch:
     # True: both numbers were fitted to measurements of the whole layer's backward, so they include the mixer's
     # scratch memory, and the planner does not add that; False: the mixer's is counted on its own
     covers_mixer: bool
+    # True: a mixer of which the plan saves the last output alone is recomputed after this backward
+    mixer_later: bool = False
 
 
 class LayerPart(Protocol):

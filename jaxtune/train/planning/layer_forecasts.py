@@ -259,11 +259,11 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
                 bytes_here -= sum(dropped.get(name, 0.0) for name in outputs[-1])
             at_mixer = at_mixer if covered else max(at_mixer, bytes_here)
         elif scratch.covers_mixer:
-            covered = True
-            of_mixers = sum(
-                block.waiting_bytes(mixer, sizes, kind.renamed) for mixer in _mixers_before(kind, layer_part)
-            )
-            at_mixer = max(at_mixer, bytes_here + waiting + of_mixers)
+            mixers = _mixers_before(kind, layer_part)
+            later = sum(_made_later(kind.outputs[mixer], dropped) for mixer in mixers) if scratch.mixer_later else 0.0
+            covered = not later
+            of_mixers = sum(block.waiting_bytes(mixer, sizes, kind.renamed) for mixer in mixers)
+            at_mixer = max(at_mixer, bytes_here + waiting + of_mixers - later)
         else:
             later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, layer_part))
             at_feed_forward = max(at_feed_forward, bytes_here + waiting - later)
@@ -282,3 +282,11 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
     if any(name in dropped for segment_outputs in outputs[1:-1] for name in segment_outputs):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])
+
+
+def _made_later(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
+    """Bytes of a mixer that is recomputed from its input, if the feed-forward needs none of it."""
+    *own, last = outputs
+    if any(name in dropped for name in last) or any(name not in dropped for names in own for name in names):
+        return 0.0
+    return sum(dropped[name] for names in own for name in names)
