@@ -202,6 +202,9 @@ def _segment_work(
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
+            if matrix.fp8:  # rows are rounded: inputs in the forward, gradients in the backward
+                rounded = segment.experts_per_token * sum(matrix.sizes[-2:]) / 2
+                sums["moved_bytes"] += rounded * (dtype.itemsize + 1) / 2
         # A module's own float32 product runs at the device's float32 rate and copies what it reads to float32.
         wide = matrix.compute == "float32" and dtype.itemsize < 4
         plain = float32_time(dispatch.device_kind() or "") if wide else 1.0
