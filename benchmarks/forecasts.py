@@ -18,7 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from flax import nnx
+
 from benchmarks.cases import STEPS
+from benchmarks.random_model import in_blocks
 from benchmarks.record import write
 from benchmarks.shapes import SHAPES
 from benchmarks.train import step
@@ -48,6 +51,7 @@ class Measured(NamedTuple):
     predicted_gb: float  # of the peak, by the planner of then
     config: TrainConfig
     hf: dict
+    blocks: bool  # whether scales are by blocks, as official checkpoints of FP8 have them
 
 
 def _nodes(node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:
@@ -64,7 +68,7 @@ def _nodes(node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], 
 
 def _options(path: tuple[str, ...], node: dict):
     """Arguments of step.py of a record: those of its case, or what it says itself; None: neither."""
-    case = next((key.split(",")[0] for key in reversed(path) if key.split(",")[0] in STEPS), None)
+    case = next((word for key in reversed(path) for word in key.split(", ") if word in STEPS), None)
     if case is not None:
         words = shlex.split(STEPS[case].arguments.replace("{folder}", "folder"))
         return step.arguments().parse_args(words)
@@ -111,7 +115,7 @@ def measured() -> Iterator[Measured]:
                 continue
             name = " ".join([str(file.relative_to(RESULTS).with_suffix("")), *path])
             if node.get("benchmark") == "streamed":
-                config, hf, plan, micro = _streamed(node)
+                (config, hf, plan, micro), blocks = _streamed(node), False
                 name = f"{name} {node['shape']}"
                 name = f"{name} {node['shape']}"
             else:
@@ -122,7 +126,7 @@ def measured() -> Iterator[Measured]:
                     or node.get("mesh_fsdp", 1) * node.get("mesh_data", 1) > 1
                 ):
                     continue
-                config, hf = step.train_config(options), SHAPES[options.shape]
+                config, hf, blocks = step.train_config(options), SHAPES[options.shape], options.scales == "blocks"
                 plan, micro = node["residuals"], node.get("micro_batches") or options.micro_batches or 1
             places = frozenset(word for word in MOVABLES if node.get(word) in ("host", "device"))
             places |= {"embeddings"} if node.get("benchmark") == "streamed" else set()
@@ -139,6 +143,7 @@ def measured() -> Iterator[Measured]:
                 node.get("predicted_peak_gb") or 0.0,
                 config,
                 hf,
+                blocks,
             )
 
 
@@ -164,18 +169,19 @@ def _known(plan: str, names: set[str]) -> str | None:
 def forecast_of(record: Measured, models: dict[str, Decoder]) -> Forecast | None:
     """None: its plan has what is not there any more."""
     config = record.config
-    key = repr((sorted(record.hf.items(), key=str), config.model, config.adapter, config.precision, config.qat))
+    key = repr(
+        (sorted(record.hf.items(), key=str), record.blocks, config.model, config.adapter, config.precision, config.qat)
+    )
     spec = StepSpec.of(config)
     if key not in models:
         models.clear()
-        models[key] = abstract_model(config_from_hf(record.hf), spec.model)
+        model = abstract_model(config_from_hf(record.hf), spec.model)
+        models[key] = nnx.eval_shape(in_blocks, model) if record.blocks else model
     costs = step_cost(models[key], spec)
     plan = _known(record.plan, {residual.name for residual in costs.layers.all_residuals})
     if plan is None:
         return None
-    config = dataclasses.replace(
-        config, memory=MemoryConfig(plan=plan, budget_gb=config.memory.budget_gb), micro_batches=record.micro_batches
-    )
+    config = dataclasses.replace(config, memory=MemoryConfig(plan=plan), micro_batches=record.micro_batches)
     spec = StepSpec.of(config)
     costs = step_cost(models[key], spec)
     for word, movable in costs.movables.items():
