@@ -25,13 +25,26 @@ class AttentionTime:
     backward: float  # the duration of the backward, divided by that of the forward, for long documents
     # the length of a document, in tokens, at which the backward has half of its own speed for long documents
     half_tokens_backward: float
+    # keys whose multiplication, for heads of 128, takes as long as what else each query of a windowed layer costs:
+    # masked keys of its tiles, and their start and end
+    window_keys: float
+    # the duration with heads of at most 64, divided by that with heads of 128 and as many multiplications
+    narrow: float
 
 
 ATTENTION_TIME = Fitted(
     {
         ("H200", "cudnn"): (
-            AttentionTime(share=0.936, half_tokens=1090, backward=2.87, half_tokens_backward=1365),
-            "steps of the 8B shape with rows of 2,048 to 65,536 tokens",
+            AttentionTime(
+                share=0.936,
+                half_tokens=1090,
+                backward=2.87,
+                half_tokens_backward=1365,
+                window_keys=250,
+                narrow=1.15,
+            ),
+            "steps of the 8B shape with rows of 2,048 to 65,536 tokens; windows of 128, heads of 64: attention.json, "
+            "where they take 2.7 and 1.2 times as long, and profiles of gpt-oss-20b (54 ms of its attention, 53 here)",
         )
     }
 )
@@ -112,10 +125,8 @@ class ProductTime:
     # the speed at which these bytes move, divided by that of a copy within the device; residuals are rounded to FP8 and
     # read again at the same speed
     decoded_share: float
-    # the speed of experts' products, with what comes with them (sorting, gradients of adapters), divided
-    # by that of dense products: in the forward, and in the backward
-    experts_forward: float
-    experts_backward: float
+    # the speed of experts' products, rows that pad tiles counted, divided by that of dense products
+    experts: float
     # the rows of an expert from which on the kernel that decodes its weight while it multiplies hides a part of the
     # decoding: with twice as many rows it takes half as long
     beside_rows: float
@@ -130,12 +141,11 @@ PRODUCT_TIME = Fitted(
                 passes_backward=2.2,
                 decoded_bytes=2.5,
                 decoded_share=0.8,
-                experts_forward=1.0,
-                experts_backward=0.68,
+                experts=0.95,
                 beside_rows=400,
             ),
-            "steps of the 8B shape; experts: eleven steps of gpt-oss-20b, Qwen3-30B-A3B and Qwen3.5-35B-A3B at 6c16e53 "
-            "and cdd8d1c, of which the forecasts are 0.94 to 1.04 of the speed",
+            "steps of the 8B shape; experts: profiles of gpt-oss-20b and Qwen3-30B-A3B since aad446a8 "
+            "(notes/planning.md)",
         )
     }
 )
@@ -185,8 +195,8 @@ class StepTime:
     # seconds of kernel launches and gaps in a layer's forward; its backward has twice as many
     layer_seconds: float
     micro_batch_seconds: float  # seconds of launches and gaps in a micro-batch in addition to those of its layers
-    # the share of the time of a layer's forward (or backward) during which transfers to and from the host, or
-    # collectives, can run without prolonging it; these are hidden (models/placement/transfers.py)
+    # the share of the time of a layer's forward (or backward) during which transfers of residuals to and from the host,
+    # or collectives, can run without prolonging it; these are hidden (models/placement/transfers.py)
     hidden: float
     lost: float  # the share of the time of transfers with the host by which they prolong the step even if hidden
     copy_seconds: float  # seconds of one copy of an optimizer's state, beyond those of its bytes

@@ -198,6 +198,7 @@ class Attention(nnx.Module):
                 Attention._attend,
                 backward=_attend_backward,
                 attention_width=width,
+                head_dim=self.config.head_dim,
                 attention_slower=slower,
                 multiplications=multiplications,
             ),

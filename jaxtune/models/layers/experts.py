@@ -328,4 +328,5 @@ class MoE(nnx.Module):
         work += codes + max(gate_up, rows) / sizes.dtype.itemsize if codes else 0.0
         work += 0.0 if in_place(sizes.dtype, self.gate) else gate_up
         shared = 2.0 * (sizes["shared_gate"] + sizes["shared_up"])
-        return Scratch(fit.own * sizes["layer_input"] + shared, work, covers_mixer=True)
+        own = fit.own * sizes["layer_input"] + shared
+        return Scratch(own, work, covers_mixer=True, mixer_later=sizes.hopper and decoded > 0)

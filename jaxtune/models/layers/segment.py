@@ -147,6 +147,7 @@ class Segment:
     # query heads times head dim of an attention, whose forward costs 4 FLOPs per visible key of a token for each of
     # them; 0: the segment is no attention
     attention_width: int = 0
+    head_dim: int = 128  # of an attention
     # (forward, backward): its attention's duration over that of usual head dims with as many FLOPs
     attention_slower: tuple[float, float] = (1.0, 1.0)
     token_flops: float = 0.0  # FLOPs of its forward for one token, without its matrices and without attention
@@ -219,6 +220,8 @@ class Scratch:
     # True: both numbers were fitted to measurements of the whole layer's backward, so they include the mixer's
     # scratch memory, and the planner does not add that; False: the mixer's is counted on its own
     covers_mixer: bool
+    # True: a mixer of which the plan saves the last output alone is recomputed after this backward
+    mixer_later: bool = False
 
 
 class LayerPart(Protocol):

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fitted import EXPERT_GRADIENT_TIME
+from jaxtune.models.fitted import ATTENTION_TIME, EXPERT_GRADIENT_TIME
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block, Renamed, sizes_of
 from jaxtune.models.layers.segment import Context, Segment, Sizes, matrix_of, weights_per_token
 from jaxtune.models.rope import rotary_tables
@@ -166,18 +166,33 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: 
     window = min(spec.window or length, length)
     # the mean over a whole document of `length`
     seen_keys = window - (window - 1) * window / (2 * length) if seen is None else seen
-    work = {
-        s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype, device) for s in block.segments()
-    }
+    sizes = seen_keys, length if seen is None and window < length else math.inf, shape.hidden_size
+    work = {s.name: _segment_work(s, block, moved, *sizes, dtype, device) for s in block.segments()}
     state_bytes = functools.partial(_state_bytes, graph, spec, shape, dtype, arrays)
     return LayerKind(block, residuals, padding, work, state_bytes)
 
 
-def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype, device: str) -> Work:
+def _attention_slower(segment: Segment, seen_keys: float, length: float, device: str) -> tuple[float, float]:
+    """(forward, backward): how many times as long attention takes as with heads of 128 and no window.
+
+    length: of a windowed layer's rows, which AttentionTime takes for those of a document; math.inf: there is no window.
+    """
+    fit = ATTENTION_TIME.of("cudnn", device)
+    narrow, in_window = fit.narrow if segment.head_dim <= 64 else 1.0, fit.window_keys * 128 / segment.head_dim
+    slower = []
+    for slow, half in zip(segment.attention_slower, (fit.half_tokens, fit.half_tokens_backward), strict=True):
+        windowed = 1.0 if math.isinf(length) else (1 + in_window / seen_keys) / (1 + half / length)
+        slower.append(slow * narrow * max(windowed, 1.0))
+    return slower[0], slower[1]
+
+
+def _segment_work(
+    segment: Segment, block: Block, residuals, seen_keys: float, length: float, hidden: int, dtype, device: str
+) -> Work:
     """The work of a segment; float32 matrices count by the rate of the GPU compiled for.
 
     residuals: {name: bytes per token} of all values that segments read or make.
-    seen_keys: mean number of keys that a token attends to.
+    seen_keys: mean number of keys that a token attends to. length: as of `_attention_slower`.
     """
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
@@ -187,6 +202,9 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
+            if matrix.fp8:  # rows are rounded: inputs in the forward, gradients in the backward
+                rounded = segment.experts_per_token * sum(matrix.sizes[-2:]) / 2
+                sums["moved_bytes"] += rounded * (dtype.itemsize + 1) / 2
         # A module's own float32 product runs at the device's float32 rate and copies what it reads to float32.
         wide = matrix.compute == "float32" and dtype.itemsize < 4
         plain = float32_time(dispatch.device_kind() or "") if wide else 1.0
@@ -196,14 +214,15 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         sums["moved_bytes"] += 4.0 * sum(matrix.sizes[-2:]) if wide else 0.0
         sums["weight_bytes"] += nbytes(weight)
         if isinstance(weight, Stored):
-            in_kernel = matrix.num_experts and not matrix.fp8 and mosaic_ahead.refusal(weight) is None
+            multiplied = weight.unswapped if weight.swapped else weight
+            in_kernel = matrix.num_experts and not matrix.fp8 and mosaic_ahead.refusal(multiplied) is None
             sums["decoded_beside" if in_kernel else "decoded"] += weight.decoded_share(matrix.fp8) * size
         trained = "expert_weight_flops" if matrix.num_experts else "weight_flops"
         sums[trained] += 2.0 * used_weights if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
     sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
     if segment.attention_width:
-        forward, backward = segment.attention_slower
+        forward, backward = _attention_slower(segment, seen_keys, length, device)
         sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys * forward
         sums["attention_flops_backward"] = 4.0 * segment.attention_width * seen_keys * backward
     else:

@@ -71,14 +71,14 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device, dev
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
-    shares = (fit.experts_forward, fit.experts_backward) if work.empty_flops else (1.0, 1.0)
+    product /= fit.experts if work.empty_flops else 1.0
     decoding = _decode_seconds(work, tokens, device, devices)
     attention = work.attention_flops * tokens / (device.gemm * attend.share)
     passes = work.moved_bytes * tokens / device.copy
-    forward = product / shares[0] + decoding + attention * (1 + attend.half_tokens / length)
+    forward = product + decoding + attention * (1 + attend.half_tokens / length)
     forward += fit.passes_forward * passes + work.kernel_forward * tokens / device.copy
     attention = work.attention_flops_backward * tokens / (device.gemm * attend.share) * attend.backward
-    backward = product / shares[1] + decoding + attention * (1 + attend.half_tokens_backward / length)
+    backward = product + decoding + attention * (1 + attend.half_tokens_backward / length)
     backward += fit.passes_backward * passes + work.kernel_backward * tokens / device.copy
     return forward, backward + work.weight_flops * tokens / rate + work.expert_gradient_seconds(tokens, rate, device)
 
@@ -159,8 +159,13 @@ def layer_forecasts(
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
     forward = forward + rounding + fit.layer_seconds
     backward = backward + again + rounding + 2 * fit.layer_seconds
-    link = (hosted + costs.moved.link_bytes) / (device.link or device.copy)
-    waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
+    leave, arrive = (size / (device.link or device.copy) for size in (hosted, costs.moved.link_bytes))
+    # Residuals are copied under parts of a layer, weights that stream under all of it.
+    waits = [
+        np.maximum(np.maximum(leave - fit.hidden * seconds, leave + arrive - seconds), 0.0)
+        for seconds in (forward, backward)
+    ]
+    lost = fit.lost * (leave + arrive)
     return LayerForecast(
         kept=of_sets(kept_masks, size)
         + in_fp8 / costs.shape.dtype.itemsize
@@ -173,8 +178,8 @@ def layer_forecasts(
             np.maximum(at_feed_forward + (hosted + arriving) + gap_share * gaps, at_mixer + 2 * hosted), 0.0
         )
         + costs.layers.dropout_bytes * tokens,
-        forward=forward + waits[0] + fit.lost * link,
-        backward=backward + waits[1] + fit.lost * link,
+        forward=forward + waits[0] + lost,
+        backward=backward + waits[1] + lost,
         recompute=again,
         wait=waits[0] + waits[1],
     )
@@ -259,11 +264,11 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
                 bytes_here -= sum(dropped.get(name, 0.0) for name in outputs[-1])
             at_mixer = at_mixer if covered else max(at_mixer, bytes_here)
         elif scratch.covers_mixer:
-            covered = True
-            of_mixers = sum(
-                block.waiting_bytes(mixer, sizes, kind.renamed) for mixer in _mixers_before(kind, layer_part)
-            )
-            at_mixer = max(at_mixer, bytes_here + waiting + of_mixers)
+            mixers = _mixers_before(kind, layer_part)
+            later = sum(_made_later(kind.outputs[mixer], dropped) for mixer in mixers) if scratch.mixer_later else 0.0
+            covered = not later
+            of_mixers = sum(block.waiting_bytes(mixer, sizes, kind.renamed) for mixer in mixers)
+            at_mixer = max(at_mixer, bytes_here + waiting + of_mixers - later)
         else:
             later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, layer_part))
             at_feed_forward = max(at_feed_forward, bytes_here + waiting - later)
@@ -282,3 +287,11 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
     if any(name in dropped for segment_outputs in outputs[1:-1] for name in segment_outputs):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])
+
+
+def _made_later(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
+    """Bytes of a mixer that is recomputed from its input, if the feed-forward needs none of it."""
+    *own, last = outputs
+    if any(name in dropped for name in last) or any(name not in dropped for names in own for name in names):
+        return 0.0
+    return sum(dropped[name] for names in own for name in names)

@@ -63,11 +63,8 @@ def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes
             "  it is the smallest plan, over what is left when the allocator loses as much as it may: it may fit"
         )
     if costs.layers.has_experts:
-        fit = product_time(device)
-        lines.append(
-            f"  experts are taken to run at {fit.experts_forward:.0%} (forward) and {fit.experts_backward:.0%} "
-            "(backward) of the speed of dense products, as measured on an H200"
-        )
+        share = f"{product_time(device).experts:.0%}"
+        lines.append(f"  experts' products are taken to run at {share} of dense ones' speed, as measured on an H200")
     if device.host_note:
         lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")
     return lines

@@ -12,15 +12,21 @@ import optax
 import pytest
 from flax import nnx
 
+from benchmarks.shapes import SHAPES
 from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.lora import get_peft_model
+from jaxtune.models.placement.streams import memory_kinds
+from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas import dispatch
+from jaxtune.train.config import AdapterConfig, DataConfig, ModelConfig, TrainConfig
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.engine.xla_options import compiler_options
+from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.movables.streamed import Streamed
+from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.program.step import StepProgram
 from tests.gpu.aot.compiled_step import placed_frozen
 from tests.gpu.aot.target import H200
@@ -61,6 +67,18 @@ def make_full_model(layers: int):
     return nnx.eval_shape(lambda: Decoder(make_config(layers), jax.random.key(0), "bfloat16"))
 
 
+def make_experts_model(layers: int):
+    """gpt-oss's layers with fewer experts and a smaller vocabulary, its experts as they are published."""
+    hf = SHAPES["gpt-oss-20b"] | {"num_hidden_layers": layers, "num_local_experts": 8, "vocab_size": 32_768}
+    config = TrainConfig(
+        model=ModelConfig(path="a shape", load_in="mxfp4"),
+        data=DataConfig(train="none"),
+        adapter=AdapterConfig(r=2, target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+        steps=1,
+    )
+    return abstract_model(config_from_hf(hf), StepSpec.of(config).model)
+
+
 def make_model(layers: int, four_bit: bool = False):
     def make():
         model = Decoder(make_config(layers), jax.random.key(0), "bfloat16")
@@ -77,9 +95,10 @@ def programs(
     four_bit: bool = False,
     length: int = LENGTH,
     streamed: int = 0,
+    experts: bool = False,
 ):
     """(lowered accumulate, lowered update, bytes of accumulate's arguments) for one H200."""
-    model = make_model(layers, four_bit)
+    model = make_experts_model(layers) if experts else make_model(layers, four_bit)
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     schedule = optax.constant_schedule(1e-4)
     residuals = ResidualPlan.uniform(PLANS[plan], layers)
@@ -111,8 +130,9 @@ def compiled(
     four_bit: bool = False,
     length: int = LENGTH,
     streamed: int = 0,
+    experts: bool = False,
 ):
-    accumulate, *_ = programs(plan, layers, max_documents, four_bit, length, streamed)
+    accumulate, *_ = programs(plan, layers, max_documents, four_bit, length, streamed, experts)
     return accumulate.compile(compiler_options=compiler_options("gpu", deterministic=False))
 
 
@@ -251,6 +271,20 @@ def test_weights_that_stream_arrive_beside_products():
     matrices, parts = 7, 2  # codes, and what scales them
     assert len(copies) == 3 * matrices * parts
     assert all(way == "to device" and last - first > 1 for way, first, last in copies)
+
+
+def test_experts_in_mxfp4_that_stream_arrive_beside_products():
+    """As codes and scales, twice forward and, of the layer whose weights do not stay, once backward."""
+    shape, model = dict(layers=2, experts=True, streamed=2), make_experts_model(2)
+    frozen = Streamed.declared(model, nnx.split(model, nnx.Param, ...)[2], 2)
+    variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    hosted = [kind for variable in variables for kind in memory_kinds(variable) if kind is not None]
+    copies = transfers("recompute", **shape)
+    assert len(copies) == 3 * len(hosted) / 2
+    assert all(way == "to device" and last - first > 1 for way, first, last in copies)
+    codes = r"u8\[8,5760,1440\]\S*"
+    copied = re.findall(rf"{codes}, {codes}S\(5\)\S* \S+ copy-start\(", compiled("recompute", **shape).as_text())
+    assert len(copied) == 3
 
 
 def products(plan: str, where: str) -> list[tuple[str, float, int]]:
