@@ -93,16 +93,22 @@ def _of_gpu(model: Decoder) -> str | None:
 def _not_measured(layer: Block) -> str | None:
     """What of a plain layer has kernels whose bits were not compared on a GPU yet."""
     config, matrices = layer.parts["mixer"].config, [matrix for _, _, matrix in layer.matrices()]
-    of_mlp = layer.parts["mlp"].config
+    mlp = layer.parts["mlp"]
     found = {
-        f"the activation {of_mlp.activation}": of_mlp.activation != "silu",
+        f"the activation {mlp.config.activation}": mlp.config.activation != "silu",
         f"heads of {config.head_dim} numbers": config.head_dim != 128,
-        "norms of heads": config.qk_norm is not None,
         "sinks": config.attention_sinks,
         "soft caps": config.attention_soft_cap is not None or config.final_soft_cap is not None,
-        "experts": type(layer.parts["mlp"]) is MoE,
         "biases": any(matrix.bias is not None for matrix in matrices),
     }
+    if type(mlp) is MoE:
+        found |= {
+            "a router's bias": mlp.moe.router_bias,
+            "experts whose weights do not sum to one": not mlp.moe.renormalize,
+            "gates and ups of experts that alternate": mlp.moe.interleaved,
+            "limits of experts' gates": mlp.moe.swiglu_limit is not None,
+            "a shared expert": mlp.moe.shared_size is not None,
+        }
     return next((f"{name}, not measured" for name, is_there in found.items() if is_there), None)
 
 
