@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import stat
@@ -24,7 +25,7 @@ import jax
 from jaxtune.system import early_import, timing
 from jaxtune.system.disk import note_use, remove_oldest
 from jaxtune.system.files import atomic_write, remove_temporary
-from jaxtune.system.private_jax import CacheInterface, compilation_cache
+from jaxtune.system.private_jax import CacheInterface, compilation_cache, lib
 from jaxtune.system.sealed import sealed, unsealed
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ _OLD_FORMAT = b"jaxtune1"
 _SUFFIX = ".program"
 _SMALLEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
+_MOSAIC = "MOSAIC_GPU_RUNTIME_LIB_PATH"
 _asked: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("asked", default=None)
 
 
@@ -42,6 +44,7 @@ def use_program_cache() -> None:
     """
     timing.follow_jax()
     early_import.begin(sources)  # a key needs it, and hundreds of files take a second on a slow disk
+    _name_mosaic_library()
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -55,6 +58,15 @@ def use_program_cache() -> None:
         # JAX has no public way to replace its cache; this is the function with which it creates its own.
         compilation_cache.get_file_cache = _checked_cache
         compilation_cache.reset_cache()  # an earlier program may have created JAX's own cache
+
+
+def _name_mosaic_library() -> None:
+    """As JAX does when it imports Mosaic. Without, a program from the cache compiles its Mosaic kernels again."""
+    with contextlib.suppress(ImportError):  # no plugin for GPUs
+        bindings = importlib.import_module(f"{lib.__name__}.mosaic_gpu")._mosaic_gpu_ext
+        library = Path(bindings.__file__).with_name("libmosaic_gpu_runtime.so")
+        if library.exists():
+            os.environ.setdefault(_MOSAIC, str(library))
 
 
 def in_use() -> ProgramCache | None:
