@@ -20,6 +20,7 @@ from jaxtune.models.lora import matrices
 from jaxtune.models.placement.streams import PINNED, streamed_layers
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import KEEP, PLACEMENTS, LayerPlan, ResidualPlan
+from jaxtune.system import host_memory
 from jaxtune.train.config import (
     AdapterConfig,
     CheckpointConfig,
@@ -40,6 +41,7 @@ from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.host_room import places
 from jaxtune.train.planning.plan import StepPlan, parse_plan
 from jaxtune.train.planning.plan_text import pass_lines, plan_lines
+from jaxtune.train.planning.planner import Planner
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
@@ -162,6 +164,31 @@ def test_a_forward_pass_streams_where_the_weights_do_not_fit(memory, host):
     assert [f"weights of {level} layers stream" in line for line in lines] == [True, False][: 2 * bool(level)]
     least = ForwardPlanner(model_8b(), planner_spec("recompute; streamed=5"), device).plan
     assert least.level("streamed") == 5
+
+
+class Card:
+    platform, device_kind = "gpu", "NVIDIA H200"
+
+    def memory_stats(self):
+        return {"bytes_limit": 24e9}
+
+
+@given(st.integers(8, 64), st.floats(40e9, 200e9), st.lists(st.floats(1e8, 4e9), min_size=2, max_size=3))
+@settings(max_examples=8)
+def test_what_failed_steps_pinned_is_not_planned_again(pool_gib, host, lacked):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pool_gib))
+        patches.setattr(host_memory, "size_bytes", lambda: host)
+        config = dataclasses.replace(CONFIG, rows_per_step=8, micro_batches=1)
+        try:
+            planner = Planner(model_8b(), StepSpec.of(config), Card())
+            pool, pinned = planner.device.host_bytes, planner.residual_host_bytes
+            for short in lacked:
+                planner.replan("it ran out", None, lambda line: None, placed=True, short_bytes=short, ran=True)
+                pinned += planner.residual_host_bytes
+        except PlanError:
+            return
+        assert pinned + planner.cost.moved.pinned_bytes <= pool * 1.001
 
 
 @given(st.floats(5e9, 40e9), st.floats(1e8, 1e12))

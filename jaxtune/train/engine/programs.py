@@ -450,7 +450,7 @@ class Engine:
             jax.tree.map(lambda array: array.delete(), (sums, summed, micro_batches))
             del sums, summed, micro_batches
             programs = None
-            self._search.replan("the first step ran out of memory", None, print_line, True, short)
+            self._search.replan("the first step ran out of memory", None, print_line, True, short, True)
             self.follow_plan()
             with compiling():
                 programs = self.fit(arrays, step, print_line, placed=True)

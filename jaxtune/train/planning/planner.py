@@ -129,6 +129,7 @@ class Planner:
         print_line: Callable[[str], None],
         placed: bool = False,
         short_bytes: float | None = None,
+        ran: bool = False,
     ) -> None:
         """Chooses and prints another plan after the one in force failed; the caller compiles it.
 
@@ -136,6 +137,8 @@ class Planner:
           placed: weights are on the devices already, which limits what may move (Movable.after_placing).
           short_bytes: what the step lacked when it ran; None: it did not run, or there is no limit.
           problem: what failed, in words, for the printed line.
+          ran: the step ran, and what it pinned is lost: XLA allocates that first, and does not free it if the device
+            then has no room (measured on an H200).
 
         PlanError if no plan is left.
         """
@@ -147,6 +150,9 @@ class Planner:
         if placed:
             limits = {word: movable.after_placing(self.plan.level(word)) for word, movable in MOVABLES.items()}
             self._cost = self._cost.limited(limits)
+        if ran:
+            free = self.device.host_bytes - self.residual_host_bytes
+            self.device = dataclasses.replace(self.device, host_bytes=max(free, self.cost.moved.pinned_bytes))
         self.forecast, self._smallest = self._next()
         for line in self.lines():
             print_line(line)
