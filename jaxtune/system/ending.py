@@ -71,7 +71,8 @@ def leave(code: int) -> None:
             jax.distributed.shutdown()
         except RuntimeError as error:
             logger.warning("%s: %s", _GONE, error)
-        without_all.cancel()
+        finally:
+            without_all.cancel()
         return
     _Run.leaving = True
     words = _Run.last_words or f"exit code {code}"
@@ -112,11 +113,16 @@ def end_now(codes: list[int]) -> None:
     watches it.
     """
     if codes and not _is_watched():
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(codes[0])
+        _exit(codes[0])
+
+
+def _exit(code: int) -> None:
+    """Ends this process; what it wrote is written."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _heard(client: Any) -> None:
@@ -124,10 +130,9 @@ def _heard(client: Any) -> None:
 
 
 def _leave_without_all() -> None:
-    """JAX aborts this process once it has missed another one's heartbeats."""
+    """Ends this process before JAX aborts it, which has missed another one's heartbeats."""
     logger.warning(_GONE)
-    end_now([0])
-    os._exit(0)
+    _exit(0)
 
 
 def watch(heartbeat_seconds: float) -> None:

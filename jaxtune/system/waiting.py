@@ -198,7 +198,7 @@ def users_code(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def own_work() -> Iterator[None]:
     """Around this package's work that user code asked for, such as a save: no signal raises out of it, and the watchdog
-    does not look beside it.
+    does not look beside it, unless a signal has waited for LONG_GRACE_SECONDS.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

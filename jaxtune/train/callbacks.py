@@ -97,8 +97,9 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback] = ()):
         self._callbacks, self._thread = tuple(callbacks), threading.get_ident()
-        self._late: list[tuple[str, tuple]] = []
-        self._ended = False
+        self._late: list[tuple[Callback, str, tuple]] = []
+        self._ended = self.telling = False
+        self.told: Callable[[], None] = lambda: None  # after a call of all of them
         self.hears: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # around their methods
 
     def __bool__(self) -> bool:
@@ -109,21 +110,29 @@ class Callbacks:
         return threading.get_ident() == self._thread
 
     def end(self) -> None:
-        """No more calls, as the run ends by an error; nothing from another thread, whose error reaches this one."""
+        """No more calls, as the run ends by an error. Does nothing in another thread."""
         self._ended = self._ended or self.in_their_thread
 
     def tell(self, event: str, *arguments: object) -> None:
-        """Calls a method of each; from another thread, such as a save's, the call is made later."""
-        self._late.append((event, arguments))
+        """Calls a method of each; from another thread, such as a save's, the calls are made later."""
+        heard = (each for each in self._callbacks if getattr(type(each), event) is not getattr(Callback, event))
+        self._late += [(callback, event, arguments) for callback in heard]
         self.tell_late()
 
     def tell_late(self) -> None:
-        """Makes the calls that other threads asked for; nothing in another thread."""
-        while self.in_their_thread and self._late and not self._ended:
-            event, arguments = self._late.pop(0)
-            for callback in self._callbacks:
-                if getattr(type(callback), event) is getattr(Callback, event):
-                    continue
+        """Makes the calls that other threads asked for; nothing in another thread. Within a call, first those that
+        were asked for before it.
+        """
+        if not self.in_their_thread:
+            return
+        is_outer, self.telling = not self.telling, True
+        try:
+            while self._late and not self._ended:
+                callback, event, arguments = self._late.pop(0)
                 user = users_callback(callback, event) if callback.is_users else contextlib.nullcontext()
                 with self.hears(), user:
                     getattr(callback, event)(*arguments)
+        finally:
+            self.telling = not is_outer
+        if is_outer:
+            self.told()

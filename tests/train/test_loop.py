@@ -95,14 +95,14 @@ def config_of(folder, log=1, saves=None, evaluates=None, **changes):
     )
 
 
-def run(folder, programs, wishes, bad=(), at_once=False, idle=None, stays=None, **settings):
+def run(folder, programs, wishes, bad=(), at_once=False, idle=None, stays=None, stays_first=False, **settings):
     """(events, dispatches and reads, lines of metrics.jsonl without times, saved steps, why it stopped) of a run. bad:
     steps (from 1) whose loss is not finite. idle: the step whose gradients are zero. at_once: waits for each step."""
     seen, launched, stopped = [], [], None
     callbacks: list[Callback] = [Watch(seen, wishes)]
     if stays is not None:
         stays.launched = launched
-        callbacks.append(stays)
+        callbacks.insert(0 if stays_first else 1, stays)
     trainer = Trainer(lora_model(), None, config_of(folder, **settings), ROWS, HELD_OUT, callbacks=callbacks)
 
     def update(state, sums):
@@ -197,19 +197,33 @@ def test_a_guard_ends_the_run_one_step_late_and_no_bad_update_is_made(tmp_path_f
     assert all(step < first for step in saved)
 
 
-@given(st.integers(2, STEPS), st.sampled_from(("between", "stepped")), st.booleans())
+@given(st.integers(2, STEPS), st.sampled_from(("between", "stepped")), st.booleans(), st.booleans())
 @_FEW
 def test_a_guard_ends_the_run_also_at_a_step_that_the_watchdog_has_read(
-    tmp_path_factory, programs, end, method, is_finite
+    tmp_path_factory, programs, end, method, is_finite, stays_first
 ):
     """Also where the guard speaks once: later steps of the run with an idle one are good."""
     how = dict(idle=end) if is_finite else dict(bad={end}, guards=GuardConfig(max_nonfinite_in_row=1))
     stays = Stays(method, end)
-    seen, launched, _, saved, stopped = run(tmp_path_factory.mktemp("read"), programs, {}, stays=stays, **how)
+    how |= dict(stays=stays, stays_first=stays_first)
+    seen, launched, _, saved, stopped = run(tmp_path_factory.mktemp("read"), programs, {}, **how)
     assert stopped is not None and stopped.startswith(f"step {end}:" if is_finite else "1 steps in a row")
     assert [event[1] for event in seen if event[0] == "stepped"] == [*range(1, end + 1)]
     assert launched[-1] == ("read", end) and launched.count(("dispatched", end + 1)) == 0
     assert is_finite or all(step < end for step in saved)
+
+
+def test_an_error_that_the_watchdog_has_read_is_saved_before_and_says_where(tmp_path, programs, monkeypatch):
+    def guard(self, step, *_):
+        if step == 3:
+            raise KeyError("of a step")
+
+    monkeypatch.setattr(Monitor, "_guard", guard)
+    with pytest.raises(KeyError, match="of a step") as raised:
+        run(tmp_path, programs, {}, stays=Stays("between", 4))
+    assert saved_steps(tmp_path / "checkpoints") == [4]
+    assert "guard" in [entry.name for entry in raised.traceback]
+    assert not any(note.startswith("in the callback") for note in getattr(raised.value, "__notes__", ()))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

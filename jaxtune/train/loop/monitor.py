@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -122,6 +123,7 @@ class Monitor:
     ):
         self.run, self.logger, self.progress = run, logger, progress
         self.callbacks = Callbacks(run.callbacks)
+        self.callbacks.told = self._raise_late
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
         self.applied = 0  # steps done when the latest update was made
@@ -132,6 +134,7 @@ class Monitor:
         self.seconds: list[float] = []  # seconds of each step
         self._measured = False  # whether the plan's prediction was compared with them
         self._unraised: BaseException | None = None  # of a step that another thread took
+        self._raised_in: types.TracebackType | None = None  # that error's traceback
         self._finished, self._clock = finished, clock
         self._stamps = ThreadPoolExecutor(1, "clock")
         self._pausing = self._waiting = False
@@ -235,13 +238,16 @@ class Monitor:
         self.logger.flush()
 
     def _raise_late(self) -> None:
-        """Raises the error of a step that another thread took; once in the callbacks' thread, after late calls."""
-        if (error := self._unraised) is None:
+        """Raises the error of a step that another thread took; once in the callbacks' thread, when all are told."""
+        in_their_thread = self.callbacks.in_their_thread
+        if (error := self._unraised) is None or (in_their_thread and self.callbacks.telling):
             return
-        if self.callbacks.in_their_thread:
-            self._unraised = None
-            self.callbacks.tell_late()
-        raise error.with_traceback(None)  # which would grow each time
+        try:
+            raise error.with_traceback(self._raised_in)  # which would grow each time
+        finally:
+            if in_their_thread:
+                self._unraised = None
+                self.callbacks.tell_late()
 
     def _take(self) -> None:
         """Processes the oldest dispatched step, and raises its error."""
@@ -249,7 +255,7 @@ class Monitor:
             self._process()
         except BaseException as error:
             if not self.callbacks.in_their_thread:
-                self._unraised = error
+                self._unraised, self._raised_in = error, error.__traceback__
             raise
 
     def _process(self) -> None:

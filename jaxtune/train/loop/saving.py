@@ -232,8 +232,10 @@ class Saver:
             self._save_at_an_error(steps_done, state)
 
     def _save_at_an_error(self, steps_done: int, state: Leaves[TrainState]) -> None:
-        """Saves the last step's state before an error ends the run; raises no further error."""
-        if self._ended == steps_done:
+        """Saves the last step's state before an error ends the run; raises no further error. The watchdog leaves it to
+        the run's thread, in which its error is raised again.
+        """
+        if self._ended == steps_done or not self.monitor.callbacks.in_their_thread:
             return
         self._ended = steps_done
         self.monitor.callbacks.end()

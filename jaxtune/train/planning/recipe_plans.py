@@ -54,7 +54,7 @@ def parameters_of(shape: DecoderConfig) -> int:
 
 
 def forecast(recipe: str, card: str) -> dict[str, float] | None:
-    """{"gb": peak, "tokens_per_second"} of the best plan; None: none fits."""
+    """{"gb": peak, "tokens_per_second"} of the best plan with all weights on the card; None: none fits."""
     # Costs have fitted numbers of the cards that were measured: H100, and H200 for all others.
     config, step_costs, _ = costs(recipe, "H100" if card == "H100" else "")
     device = devices.find_device(card)
@@ -63,7 +63,7 @@ def forecast(recipe: str, card: str) -> dict[str, float] | None:
     with planned_for(card):
         try:
             room = search.Room(budget, devices.limit(config.memory, device))
-            best, _ = search.next_plan(step_costs, StepSpec.of(config), device, room)
+            best, _ = search.next_plan(step_costs.without_last_resorts(), StepSpec.of(config), device, room)
         except PlanError:
             return None
     return {"gb": round(best.peak_bytes / 1e9, 2), "tokens_per_second": float(f"{best.tokens_per_second:.3g}")}
