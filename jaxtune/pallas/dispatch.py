@@ -76,6 +76,7 @@ _tracers = 0  # threads within `_tracing`
 _forgetting = False  # whether one waits for them to clear JAX's caches
 _forgotten: set[Future[str | None]] = set()  # failed checks, with whose kernels the caches have no trace
 _let_pass: set[Future[str | None]] = set()  # checks before whose end `first_use` returned: JAX's caches may have traces
+in_one_order = jax.make_user_context(False)  # of one_order.exact; part of the keys of JAX's caches of traces
 # What `choose` said or would say within `overheard`; None outside.
 _heard: contextvars.ContextVar[list[Said] | None] = contextvars.ContextVar("heard", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
@@ -90,16 +91,20 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
     compiling for another. May be called while JAX traces: the check runs in a thread of its own and is waited for.
     Within `built` and `unchecked` it is queued, and None returned. Raises what the check raised, such as OSError.
 
-      call: the kind of call, such as dtype and head dim; equal texts share one check.
-      compare: () -> (the implementation's results, the reference's in float32).
+      call: the kind of call, such as dtype and head dim; equal texts share one check, but for one within
+        one_order.exact, which runs within it.
+      compare: () -> (the implementation's results, the reference's in float32, by `exactly` if it has sums in one
+        order).
       op, name: the operation and the implementation, as in error messages.
     """
     if _target is not None or _device_capability(jax.default_backend()) is None:
         return None
+    exact = bool(in_one_order.value)
+    call += ", one order" if exact else ""
     with _first_use_lock:
         if (op, name, call) not in first_uses:
             first_uses[op, name, call] = check = Future()
-            _pending.append(functools.partial(_check, check, op, name, call, compare))
+            _pending.append(functools.partial(_check, check, op, name, call, compare, exact))
         check = first_uses[op, name, call]
         if _queues.get() and not check.done():
             _let_pass.add(check)
@@ -142,10 +147,16 @@ def begin_checks() -> None:
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """Jits a check's reference without autotuning of products, which takes longer than the check and disturbs others'
-    on the GPU.
+    """Jits a check's reference outside of one_order.exact and without autotuning of products, which takes longer than
+    the check and disturbs others' on the GPU.
     """
-    return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
+
+    @functools.wraps(results)
+    def as_usual(*arguments: P.args, **options: P.kwargs) -> R:
+        with in_one_order(False):
+            return results(*arguments, **options)
+
+    return jax.jit(as_usual, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @contextlib.contextmanager
@@ -238,9 +249,9 @@ def _is_against(check: Future[str | None]) -> bool:
     return check.exception() is not None or check.result() is not None
 
 
-def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
+def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable, exact: bool) -> None:
     try:
-        with timing.phase("check", op):
+        with timing.phase("check", op), in_one_order(exact):
             check.set_result(_checked(op, name, call, compare))
     except BaseException as error:  # raised again where the check is waited for
         check.set_exception(error)

@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxtune.pallas import dispatch, versions
+from jaxtune.pallas import dispatch, one_order, versions
 from jaxtune.pallas.attention import (
     attention,
     attention_forward,
@@ -389,6 +389,26 @@ def test_a_kernel_refused_before_any_trace_had_it_clears_nothing(gpu, monkeypatc
         assert check(Counted(lambda out: out * 1.5), "float16") is None  # not waited for
     dispatch.built(lambda: builds.append(1))
     assert len(cleared) == 1 and len(builds) == 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_case_runs_in_one_order_as_its_call_does_but_for_the_reference(gpu, exact):
+    """In the check's own thread; the other kind of call has a check of its own."""
+    seen = {}
+
+    def compare():
+        seen["kernel"] = one_order.is_exact(), jax.jit(lambda x: x * one_order.is_exact())(1.0)
+        seen["reference"] = dispatch.exactly(lambda x: x * one_order.is_exact())(1.0)
+        return [jnp.ones(2)], [jnp.ones(2)]
+
+    for expected in (exact, not exact):
+        with one_order.exact(expected):
+            assert dispatch.first_use("op", "kernel", "bfloat16", compare) is None
+        assert seen == {"kernel": (expected, float(expected)), "reference": 0.0}
+        seen.clear()
+        with one_order.exact(expected), dispatch.unchecked():
+            assert dispatch.first_use("op", "kernel", "bfloat16", compare) is None
+    assert not seen and len(dispatch.first_uses) == 2
 
 
 def test_nothing_is_run_without_a_gpu_or_for_another_one(monkeypatch):
