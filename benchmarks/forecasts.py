@@ -117,7 +117,6 @@ def measured() -> Iterator[Measured]:
             if node.get("benchmark") == "streamed":
                 (config, hf, plan, micro), blocks = _streamed(node), False
                 name = f"{name} {node['shape']}"
-                name = f"{name} {node['shape']}"
             else:
                 options = _options(path, node)
                 if (

@@ -75,6 +75,8 @@ _caches = threading.Condition()  # of the next three
 _tracers = 0  # threads within `_tracing`
 _forgetting = False  # whether one waits for them to clear JAX's caches
 _forgotten: set[Future[str | None]] = set()  # failed checks, with whose kernels the caches have no trace
+_let_pass: set[Future[str | None]] = set()  # checks before whose end `first_use` returned: JAX's caches may have traces
+in_one_order = jax.make_user_context(False)  # of one_order.exact; part of the keys of JAX's caches of traces
 # What `choose` said or would say within `overheard`; None outside.
 _heard: contextvars.ContextVar[list[Said] | None] = contextvars.ContextVar("heard", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
@@ -87,38 +89,43 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
     A pass is stored in the user's cache, a failure in this process. Nothing is compared without a GPU or while
     compiling for another. May be called while JAX traces: the check runs in a thread of its own and is waited for.
-    Within `built` and `unchecked` it is queued, and None returned.
+    Within `built` and `unchecked` it is queued, and None returned. Raises what the check raised, such as OSError.
 
-      call: the kind of call, such as dtype and head dim; equal texts share one check.
-      compare: () -> (the implementation's results, the reference's in float32).
+      call: the kind of call, such as dtype and head dim; equal texts share one check, but for one within
+        one_order.exact, which runs within it.
+      compare: () -> (the implementation's results, the reference's in float32, by `exactly` if it has sums in one
+        order).
       op, name: the operation and the implementation, as in error messages.
     """
     if _target is not None or _device_capability(jax.default_backend()) is None:
         return None
+    exact = bool(in_one_order.value)
+    call += ", one order" if exact else ""
     with _first_use_lock:
         if (op, name, call) not in first_uses:
             first_uses[op, name, call] = check = Future()
-            _pending.append(functools.partial(_check, check, op, name, call, compare))
+            _pending.append(functools.partial(_check, check, op, name, call, compare, exact))
         check = first_uses[op, name, call]
-    if not _queues.get() or check.done():
-        begin_checks()
-        with timing.phase("wait", "kernel checks"):
-            return check.result()
-    return None
+        if _queues.get() and not check.done():
+            _let_pass.add(check)
+            return None
+    begin_checks()
+    with timing.phase("wait", "kernel checks"):
+        return check.result()
 
 
 def any_failed() -> bool:
     """Whether a check of this process has a reason against a kernel."""
     with _first_use_lock:
         checks = list(first_uses.values())
-    return any(check.done() and (check.exception() or check.result()) for check in checks)
+    return any(check.done() and _is_against(check) for check in checks)
 
 
 def passed() -> list[Call] | None:
     """The checks of this process, all passed; None if one is not."""
     with _first_use_lock:
         checks = dict(first_uses)
-    if all(check.done() and check.exception() is None and check.result() is None for check in checks.values()):
+    if all(check.done() and not _is_against(check) for check in checks.values()):
         return sorted(checks)
     return None
 
@@ -140,10 +147,16 @@ def begin_checks() -> None:
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """Jits a check's reference without autotuning of products, which takes longer than the check and disturbs others'
-    on the GPU.
+    """Jits a check's reference outside of one_order.exact and without autotuning of products, which takes longer than
+    the check and disturbs others' on the GPU.
     """
-    return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
+
+    @functools.wraps(results)
+    def as_usual(*arguments: P.args, **options: P.kwargs) -> R:
+        with in_one_order(False):
+            return results(*arguments, **options)
+
+    return jax.jit(as_usual, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @contextlib.contextmanager
@@ -159,7 +172,9 @@ def built[Built](build: Callable[[], Built]) -> Built:
     """Calls `build`, which traces, lowers and may compile, beside the checks of `first_use`, of which a model of
     experts has a dozen, of up to 20 s. They start with `begin_checks`, or at the end, where those of all threads are
     waited for: JAX's caches may have given a trace with a kernel that another thread asked for. If one fails, these are
-    cleared and `build` runs again, with that kernel refused. Within another `built`, checks are waited for at once.
+    cleared and `build` runs again, with that kernel refused, or with the error that the check raised if it asks for it.
+    Within another `built`, checks are waited for at once. `build` must not wait for a thread that traces: that one may
+    wait until the caches are cleared, which waits for `build`.
     """
     queues = is_outer = not _traces.get()
     while True:
@@ -210,8 +225,8 @@ def _forget_failed() -> None:
         try:
             _caches.wait_for(lambda: not _tracers)
             with _first_use_lock:
-                checks = {check for check in first_uses.values() if check.done() and check.exception() is None}
-            failed = {check for check in checks if check.result() is not None}
+                checks = _let_pass & set(first_uses.values())
+            failed = {check for check in checks if check.done() and _is_against(check)}
             if not failed <= _forgotten:
                 jax.clear_caches()
                 _forgotten.update(failed)
@@ -221,17 +236,22 @@ def _forget_failed() -> None:
 
 
 def _failed() -> set[Future[str | None]]:
-    """The checks of this process that have a reason against a kernel, once all are done."""
+    """The failed checks of this process with whose kernels JAX's caches may have had traces, once all are done."""
     with _first_use_lock:  # before they begin: of what comes later none may have begun
-        checks = list(first_uses.values())
+        checks = _let_pass & set(first_uses.values())
     begin_checks()
     with timing.phase("wait", "kernel checks"):
-        return {check for check in checks if check.result() is not None}
+        return {check for check in checks if _is_against(check)}
 
 
-def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
+def _is_against(check: Future[str | None]) -> bool:
+    """Whether the check, once it is done, has a reason against its kernel, or raised an error."""
+    return check.exception() is not None or check.result() is not None
+
+
+def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable, exact: bool) -> None:
     try:
-        with timing.phase("check", op):
+        with timing.phase("check", op), in_one_order(exact):
             check.set_result(_checked(op, name, call, compare))
     except BaseException as error:  # raised again where the check is waited for
         check.set_exception(error)

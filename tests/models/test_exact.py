@@ -140,6 +140,7 @@ WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=128)
         (dict(moe=dataclasses.replace(MOE, shared_size=32)), "layers.0: a shared expert, not measured"),
         (dict(moe=dataclasses.replace(MOE, swiglu_limit=7.0)), "layers.0: limits of experts' gates, not measured"),
         (dict(moe=MOE, qk_norm="head"), None),
+        (dict(moe=dataclasses.replace(MOE, num_experts=20, experts_per_token=17)), "layers.0: more than 16 experts a"),
         (dict(activation="gelu"), "layers.0: the activation gelu, not measured, on a GPU"),
         (dict(head_dim=64), "layers.0: heads of 64 numbers, not measured"),
         (dict(attention_sinks=True), "layers.0: sinks, not measured"),
@@ -158,6 +159,20 @@ def test_what_has_no_kernels_is_refused_on_a_gpu(changes, reason, monkeypatch):
         assert refusal(tiny_model("float32", **WIDE)) == "this GPU: products in float32; measured in bfloat16 alone"
     with dispatch.compile_for((8, 0)):
         assert refusal(model) == "this GPU: measured on Hopper alone (compute capability 9.0)"
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("rank", [64, 65, 128, 129])
+def test_ranks_that_were_not_measured_are_refused_on_a_gpu(rank, kind, monkeypatch):
+    monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
+    settings = dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"]) if kind == "experts" else {}
+    model = adapted_model(tiny_model("bfloat16", **(WIDE | KINDS[kind])), r=rank, lora_alpha=8, **settings)
+    with dispatch.compile_for((9, 0)):
+        reason = refusal(model)
+    if kind == "experts" and rank > 64:
+        assert reason == "layers.0: adapters of experts of ranks above 64, not measured, on a GPU"
+    else:
+        assert reason is None if rank <= 128 else reason is not None and "an adapter of rank 129; up to 128" in reason
 
 
 def test_a_router_in_a_dtype_of_its_own_is_refused_on_a_gpu(monkeypatch):

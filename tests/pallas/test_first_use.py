@@ -1,5 +1,6 @@
 """A kernel is compared with the reference at its first use on a GPU; here the CPU says that it is one."""
 
+import contextlib
 import functools
 import shutil
 import sys
@@ -16,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxtune.pallas import dispatch, versions
+from jaxtune.pallas import dispatch, one_order, versions
 from jaxtune.pallas.attention import (
     attention,
     attention_forward,
@@ -338,6 +339,76 @@ def test_no_program_of_many_threads_has_a_kernel_that_fails(data):
         results = [pool.submit(result, *each) for each in of_threads]
         assert [each.result() for each in results] == [2 ** len(names) for names, *_ in of_threads]
     assert all(kernel.calls <= 1 for kernel in kernels.values())
+
+
+def test_a_check_that_raises_ends_what_asks_for_it_alone(gpu, monkeypatch):
+    """It is neither a right kernel nor a wrong one, and no matter of other programs."""
+    checked = dispatch._checked
+
+    def full(op, name, *others):
+        if name == "full":
+            raise OSError("no space left")
+        return checked(op, name, *others)
+
+    monkeypatch.setattr(dispatch, "_checked", full)
+    ask = functools.partial(dispatch.first_use, "op", "full", "bfloat16", Counted().compare)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no space left"):
+            dispatch.built(ask)
+    builds = []
+    assert dispatch.built(lambda: builds.append("other")) is None and builds == ["other"]
+    with pytest.raises(ZeroDivisionError):
+        dispatch.built(lambda: 1 / 0)
+    with pytest.raises(OSError, match="no space left"):
+        ask()
+    assert dispatch.any_failed() and dispatch.passed() is None
+
+
+def test_a_build_s_own_error_is_not_hidden_by_that_of_a_check(gpu, monkeypatch):
+    def full(*arguments):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(dispatch, "_checked", full)
+
+    def build():
+        with contextlib.suppress(OSError):
+            check(Counted())
+        raise NotImplementedError
+
+    with pytest.raises(NotImplementedError):
+        dispatch.built(build)
+
+
+def test_a_kernel_refused_before_any_trace_had_it_clears_nothing(gpu, monkeypatch):
+    cleared, builds = [], []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
+    assert "relative error 0.5" in check(Counted(lambda out: out * 1.5))  # waited for
+    dispatch.built(lambda: builds.append(check(Counted())))
+    assert not cleared and len(builds) == 1
+    with dispatch.unchecked():
+        assert check(Counted(lambda out: out * 1.5), "float16") is None  # not waited for
+    dispatch.built(lambda: builds.append(1))
+    assert len(cleared) == 1 and len(builds) == 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_case_runs_in_one_order_as_its_call_does_but_for_the_reference(gpu, exact):
+    """In the check's own thread; the other kind of call has a check of its own."""
+    seen = {}
+
+    def compare():
+        seen["kernel"] = one_order.is_exact(), jax.jit(lambda x: x * one_order.is_exact())(1.0)
+        seen["reference"] = dispatch.exactly(lambda x: x * one_order.is_exact())(1.0)
+        return [jnp.ones(2)], [jnp.ones(2)]
+
+    for expected in (exact, not exact):
+        with one_order.exact(expected):
+            assert dispatch.first_use("op", "kernel", "bfloat16", compare) is None
+        assert seen == {"kernel": (expected, float(expected)), "reference": 0.0}
+        seen.clear()
+        with one_order.exact(expected), dispatch.unchecked():
+            assert dispatch.first_use("op", "kernel", "bfloat16", compare) is None
+    assert not seen and len(dispatch.first_uses) == 2
 
 
 def test_nothing_is_run_without_a_gpu_or_for_another_one(monkeypatch):

@@ -17,6 +17,8 @@ from jaxtune.models.linear import GatedLora, Linear
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.norm import LayerNorm, RMSNorm
 from jaxtune.pallas import dispatch, one_order
+from jaxtune.pallas.decode.few_rows import experts_triton
+from jaxtune.pallas.quant_matmul import few_thin
 
 
 def require_exact(model: Decoder, where: str, trains: bool = False) -> None:
@@ -108,6 +110,13 @@ def _not_measured(layer: Block) -> str | None:
             "gates and ups of experts that alternate": mlp.moe.interleaved,
             "limits of experts' gates": mlp.moe.swiglu_limit is not None,
             "a shared expert": mlp.moe.shared_size is not None,
+            f"adapters of experts of ranks above {few_thin.MOST_RANK}": any(
+                isinstance(matrix, ExpertLinear) and matrix.lora is not None and matrix.lora.rank > few_thin.MOST_RANK
+                for matrix in matrices
+            ),
+            f"more than {experts_triton.MOST_CHOICES} experts a token": (
+                mlp.moe.experts_per_token > experts_triton.MOST_CHOICES
+            ),
         }
     return next((f"{name}, not measured" for name, is_there in found.items() if is_there), None)
 

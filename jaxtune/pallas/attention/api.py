@@ -50,9 +50,10 @@ def implementations(
         def refuse():
             module = IMPLEMENTATIONS[name]
             blocks = functools.partial(mosaic.blocks_of, query, layout, window) if name == "mosaic" else dict
-            return module.refusal(query, layout, **options) or first_use.refusal(
-                name, module, query, kv_heads, soft_cap, blocks(), layout.runs is not None
-            )
+            if (reason := module.refusal(query, layout, **options)) is not None:
+                return reason
+            with one_order.exact(one_order.is_exact() and layout.max_documents != 1):  # whole rows' tiles are the same
+                return first_use.refusal(name, module, query, kv_heads, soft_cap, blocks(), layout.runs is not None)
 
         return refuse
 

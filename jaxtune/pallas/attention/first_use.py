@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas import dispatch, one_order, tuning
 from jaxtune.pallas.attention import cudnn, reference
 from jaxtune.pallas.attention.layout import PackedLayout, packed_layout
 
@@ -54,7 +54,9 @@ def refusal(
             layout = layout.with_runs(jnp.asarray(np.arange(segments.size) % 67 % 64 < 60)[None])
         real = segments[0] > 0
         arrays = _arrays(segments.shape, 2 * group, 2, dim, dtype)
-        options = dict(scale=dim**-0.5, window=_WINDOW, soft_cap=soft_cap)
+        # In one order tiles begin with a document, and there are no windows.
+        window = None if one_order.is_exact() else _WINDOW
+        options = dict(scale=dim**-0.5, window=window, soft_cap=soft_cap)
 
         def run(module, query, key, value, dout):
             out, lse = module.forward(query, key, value, layout, **options)

@@ -16,19 +16,18 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.one_order import triton
 
 _STEP = 16  # columns that are added in one step of a loop
-_exact = jax.make_user_context(False)  # part of the keys of JAX's caches of traces
 
 
 @contextlib.contextmanager
 def exact(enabled: bool = True) -> Iterator[None]:
     """What is traced within adds up in one order; False: as usual."""
-    with _exact(enabled):
+    with dispatch.in_one_order(enabled):
         yield
 
 
 def is_exact() -> bool:
     """Whether `exact` surrounds the trace."""
-    return bool(_exact.value)
+    return bool(dispatch.in_one_order.value)
 
 
 def runs_kernels() -> bool:

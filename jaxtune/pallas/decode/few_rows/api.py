@@ -74,7 +74,7 @@ def products(
         check.array(f"weights[{index}]", weight, f"out_{index} in", x.dtype)
     _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
-    tile, in_one_order = triton.product_tile(x, weights, loras), one_order.is_exact()
+    tile = triton.product_tile(x, weights, loras)
 
     def compare():
         rows, columns = few_sizes.padded(len(x)), 2048 + x.shape[1] % 128
@@ -85,12 +85,11 @@ def products(
             *operands,
             few_thin.small_adapters([*loras, None, None][:3] if loras else [], rows, sizes, columns, x.dtype),
         )
-        kernel = jax.jit(functools.partial(triton.products_in, tile, in_one_order))
+        kernel = jax.jit(functools.partial(triton.products_in, tile, one_order.is_exact()))
         return [kernel(*operands).sum(0)], [dispatch.exactly(reference.products)(*in_float32(operands))[0]]
 
     def first_use():
         call = f"{x.dtype}, {few_sizes.padded(len(x))} rows{few_thin.text(loras)}, {tile}"
-        call += ", one order" if in_one_order else ""
         return dispatch.first_use("products", "triton", call, compare)
 
     most = triton.most_rows(weights, loras)
@@ -233,7 +232,7 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
         size = 768 if warps == one_order.triton.norm_warps(768) else 2176
         operands = (
             normal_array(0, 5, size, dtype=x.dtype),
-            normal_array(1, 3, 5, size, dtype=jnp.float32),
+            normal_array(1, 3, 5, size, dtype=partial_sums.dtype),
             normal_array(2, size, dtype=x.dtype),
         )
         added, normed, *coded = jax.jit(triton.added_norm, static_argnums=3, static_argnames=[*options])(
@@ -246,7 +245,8 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
 
     def first_use():
         rounds = "" if blocks is None else ", in blocks" if blocks else ", in rows"
-        return dispatch.first_use("added_norm", "triton", f"{x.dtype}, {options}{rounds}, {warps} warps", compare)
+        call = f"{x.dtype}, sums in {partial_sums.dtype}, {options}{rounds}, {warps} warps"
+        return dispatch.first_use("added_norm", "triton", call, compare)
 
     def refusal():
         return triton.added_norm_refusal(x)
@@ -305,18 +305,19 @@ def placed(
         angles = normal_array(3, 5, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        operands = normal_array(0, 2, 5, 7 * dim, dtype=jnp.float32), *caches, rows, tables, weights
+        operands = normal_array(0, 2, 5, 7 * dim, dtype=partial_sums.dtype), *caches, rows, tables, weights
         kernel, exact = (functools.partial(module.placed, **options) for module in (triton, reference))
         kernel = list(jax.jit(functools.partial(kernel, dtype=dtype))(*operands))
         if keys.dtype == dtype:
             exact = list(dispatch.exactly(exact)(*in_float32(operands)))
         else:  # e4m3 rounds by more than the check allows
-            exact = list(jax.jit(functools.partial(exact, dtype=dtype))(*operands))
+            exact = list(dispatch.exactly(functools.partial(exact, dtype=dtype))(*operands))
         live = rows[:, None, None] >= 0
         return [jnp.where(live, kernel[0], 0), *kernel[1:]], [jnp.where(live, exact[0], 0), *exact[1:]]
 
     def first_use():
         call = f"{dtype}, {keys.dtype} cache, head dim {dim}, {options}, {table is not None}, {norms is not None}"
+        call += f", sums in {partial_sums.dtype}"
         return dispatch.first_use("placed", "triton", call, compare)
 
     implementation_name = _chosen("placed", lambda: triton.placed_refusal(keys, dtype), first_use, implementation)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, one_order
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.decode.few_rows import experts_triton, reference
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
@@ -85,7 +85,6 @@ def _down_refusal(count: int, dtype, down, choices: int, lora: GroupedLora | Non
 
     reason = experts_triton.down_refusal(count, dtype, down, choices, lora)
     call = f"{_call_text(count, dtype, down, choices, lora)}, tiles of {tile.rows}"
-    call += ", one order" if one_order.is_exact() else ""
     return reason or dispatch.first_use("experts_down", "triton", call, compare)
 
 
