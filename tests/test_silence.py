@@ -91,7 +91,7 @@ def require_no_silence(pieces: list[tuple[float, str]]) -> str:
         ("chat", ("reading files",)),
         ("serve", ("reading files",)),
         ("evaluate", ("importing", "compiling evaluate")),
-        ("doctor", ("checking this machine: ", " of 6 checks, compiling ")),
+        ("doctor", ("checking this machine: ", " of 6 checks, ")),
         ("plan", ("planning: costs of a step", "planning: whether a row of ")),
     ],
 )
