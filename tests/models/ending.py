@@ -69,7 +69,8 @@ def pending() -> None:
         _held.step()
 
 
-def divided() -> None:
+def several_devices() -> None:
+    """Each with the whole weights."""
     global _held
     _held = Sampler(over(slow_model(), 2), 8, 128)
     for prompt in PROMPTS[:4]:
@@ -109,5 +110,5 @@ def main(way: str) -> int:
 
 
 if __name__ == "__main__":
-    {one.__name__: one for one in (generate, held, dropped, pending, divided, copied)}[sys.argv[1]]()
+    {one.__name__: one for one in (generate, held, dropped, pending, several_devices, copied)}[sys.argv[1]]()
     sys.exit(main(sys.argv[2]))

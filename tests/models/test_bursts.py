@@ -91,10 +91,10 @@ def test_short_prompts_are_packed_where_that_costs_less(sampler, lengths):
             Prefills, "_prefill", lambda self, *call, **rows: padded.append(call) or prefill(self, *call, **rows)
         )
         answers(sampler, [[(length, 0, 2) for length in lengths]])
-    prompts = [len(request.tokens) for _, requests, *_ in packed for request in requests]
+    prompts = [len(request.tokens) for _, [requests], *_ in packed for request in requests]
     prompts += [len(request.tokens) for _, requests, *_ in padded for request in requests]
     assert len(prompts) == len(lengths)
-    rows = [len(requests) for _, requests, *_ in packed]
+    rows = [len(requests) for _, [requests], *_ in packed]
     assert all(count * prefills._FREE_TOKENS >= size for count, (*_, size) in zip(rows, packed, strict=True))
     assert len(padded) * prefills._FREE_TOKENS < CHUNK
 

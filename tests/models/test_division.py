@@ -8,25 +8,28 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from tiny_models import adapted_model, over, tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation import converted
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.division import Division, Sharing
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.generation.slot_plan import next_power
 from jaxtune.models.generation.slot_rows import SlotRows
 from jaxtune.models.placement import partition
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.policy import log_probs_of
 
 VOCAB = 512
+FORMS = converted._decoded, converted._filled
 # Whose rows are whole blocks of a quantised format.
 WIDE = dict(hidden_size=128, intermediate_size=256, initializer_range=0.2)
 
@@ -215,26 +218,30 @@ def test_weights_of_an_update_are_used(sizes):
     assert [row.ids for row in after] == generate(other, prompts, 6) != [row.ids for row in before]
 
 
+@functools.cache
+def long_model() -> Decoder:
+    return adapted_model(model_of(max_position_embeddings=1024), r=4)
+
+
+def counted_rows(model: Decoder, prompts, new: int = 2, **options) -> tuple[list[Row], list[str]]:
+    """(rows, names of the programs that prefilled)"""
+    calls, sampler = [], Sampler(model, **(dict(prefill_tokens=64) | options))
+    prefills = sampler._prefills
+    for name in ("prefill", "pack", "extend"):
+        function = getattr(prefills._programs, name)
+
+        def counted(*arguments, name=name, function=function):
+            calls.append(name)
+            return function(*arguments)
+
+        prefills._programs = prefills._programs._replace(**{name: counted})
+    return rows_of(sampler, prompts, new), sorted(calls)
+
+
 def test_devices_prefill_side_by_side():
     """Each a long prompt, a pack, or a lone prompt, so that N devices take as many programs as one for an Nth."""
-    model = adapted_model(model_of(max_position_embeddings=512), r=4)
-    divided, calls = over(model, 2, 1), []
-
-    def programs_of(model, devices: int, lengths, **options) -> list[str]:
-        sampler = Sampler(model, slots=8 // devices, length=256, **(dict(prefill_tokens=64) | options))
-        prefills = sampler._prefills
-        for name in ("prefill", "pack", "extend"):
-            function = getattr(prefills._programs, name)
-
-            def counted(*arguments, name=name, function=function):
-                calls.append(name)
-                return function(*arguments)
-
-            prefills._programs = prefills._programs._replace(**{name: counted})
-        calls.clear()
-        list(sampler.run(prompts_of(lengths), 2))
-        return sorted(calls)
-
+    model = long_model()
+    divided = over(model, 2, 1)
     for lengths, options in (
         ((150, 160, 170, 180), {}),
         ((150, 160, 170, 180), dict(prefix_bytes=1 << 22)),
@@ -242,8 +249,141 @@ def test_devices_prefill_side_by_side():
         ((20, 20, 20, 20, 20, 20, 20, 20), dict(prefill_tokens=256)),
         ((40, 40, 40, 40), dict(prefills_alone=True)),
     ):
-        half = programs_of(model, 1, lengths[: len(lengths) // 2], **options)
-        assert programs_of(divided, 2, lengths, **options) == half and half
+        prompts = prompts_of(lengths)
+        _, half = counted_rows(model, prompts[: len(prompts) // 2], slots=8, length=256, **options)
+        _, calls = counted_rows(divided, prompts, slots=4, length=256, **options)
+        assert calls == half and half
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.sampled_from([(2, 1), (4, 1), (1, 2), (3, 1)]),
+    st.lists(st.integers(66, 500), min_size=2, max_size=6),
+    st.sampled_from([{}, dict(prefix_bytes=1 << 22), dict(prefills_alone=True), dict(exact=True)]),
+)
+@example((4, 1), [70, 330, 400, 500], {})
+def test_long_prompts_of_any_lengths_are_prefilled_side_by_side(sizes, lengths, options):
+    """In as many programs as the longest of each device's turn takes alone."""
+    model, devices, prompts = long_model(), int(np.prod(sizes)), prompts_of(lengths)
+    options = options if sizes[1] == 1 else {name: value for name, value in options.items() if name != "exact"}
+    found, calls = counted_rows(over(model, *sizes), prompts, slots=3, length=512, **options)
+    expected, _ = counted_rows(model, prompts, slots=3, length=512, **options)
+    assert_alike(found, expected)
+    turns = [lengths[first : first + devices] for first in range(0, len(lengths), devices)]
+    assert len(calls) <= sum(-(-(max(turn) - 1) // 64) for turn in turns)
+
+
+def test_pieces_of_prompts_that_are_prefilled_alone_have_their_widths():
+    """On which their bits may depend: of pieces of 640 tokens the last is padded to 512 at least."""
+    model = adapted_model(model_of(max_position_embeddings=2048), r=4)
+    sampler = Sampler(over(model, 2, 1), slots=2, length=1536, prefill_tokens=640, prefills_alone=True)
+    calls, extend = [], sampler._prefills._programs.extend
+
+    def counted(structure, leaves, states, tokens, starts, counts, *others):
+        calls.append((tokens.shape[1], [count for count in counts.tolist() if count]))
+        return extend(structure, leaves, states, tokens, starts, counts, *others)
+
+    sampler._prefills._programs = sampler._prefills._programs._replace(extend=counted)
+    lengths = 701, 1301, 1201, 1001
+    assert len(rows_of(sampler, prompts_of(lengths), 2)) == 4
+    assert sorted(calls) == [(512, [20]), (512, [60, 360]), (640, [560]), (640, [640])]
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.sampled_from([(2, 1), (4, 1), (2, 2)]), st.data())
+def test_beginnings_of_any_length_are_reused_beside_prompts_without(sizes, data):
+    """With the rows of one device, and what each prompt reuses."""
+    lengths = data.draw(st.lists(st.integers(40, 200), min_size=1, max_size=3))
+    firsts = prompts_of(lengths)
+    cuts = data.draw(st.lists(st.tuples(st.sampled_from(firsts), st.integers(0, 200)), min_size=2, max_size=4))
+    ends = prompts_of([40 + 31 * index for index in range(len(cuts))], seed=1)
+    nexts = [[*first[:cut], *end] for (first, cut), end in zip(cuts, ends, strict=True)]
+    options = dict(length=512, prefill_tokens=32, prefix_bytes=1 << 22)
+
+    def found(model: Decoder, slots: int) -> list[tuple[int, list[int]]]:
+        sampler = Sampler(model, slots=slots, **options)
+        rows = []
+        for few in (firsts, nexts):
+            requests: dict[int, list[int]] = {sampler.submit(prompt, 4): [] for prompt in few}
+            while sampler.pending:
+                for piece in sampler.step():
+                    requests[piece.request] += piece.ids
+                    if piece.finish_reason is not None:
+                        rows.append((piece.request, piece.reused, requests[piece.request]))
+        return [(reused, ids) for _, reused, ids in sorted(rows)]
+
+    several, alone = found(over(long_model(), *sizes), 2), found(long_model(), 4)
+    assert [ids for _, ids in several] == [ids for _, ids in alone]
+
+    def shared(prompt: list[int], others: list[list[int]]) -> int:
+        """Tokens of whole blocks that it begins with as one of the others."""
+        pairs = ([a == b for a, b in zip(prompt[:-1], other[:-1], strict=False)] for other in others)
+        return max(([*pair, False].index(False) // 32 * 32 for pair in pairs), default=0)
+
+    for index, prompt in enumerate(nexts):
+        reused, _ = several[len(firsts) + index]
+        assert shared(prompt, firsts) <= reused <= shared(prompt, firsts + nexts[:index] + nexts[index + 1 :])
+
+
+def test_blocks_of_all_devices_are_stored_together(monkeypatch):
+    """Once a piece; and of equal blocks one is stored."""
+    calls, rows_of_all = [], Division.rows_of
+
+    def counted(division, function, arrays, starts):
+        calls.append(starts.tolist())
+        rows = rows_of_all(division, function, arrays, starts)
+        assert all(array.shape[2] == 32 for row in rows for array in row)  # the cut alone is copied
+        return rows
+
+    monkeypatch.setattr(Division, "rows_of", counted)
+    lengths = 40, 100, 70, 135
+    sampler = Sampler(over(long_model(), 4, 1), slots=1, length=256, prefill_tokens=32, prefix_bytes=1 << 22)
+    prompts = prompts_of(lengths)
+    prompts[2] = [*prompts[1][:64], *prompts[2][64:]]
+    list(sampler.run(prompts, 2))
+    # A device whose prompt has no further block is asked for any.
+    assert calls == [[0, 0, 0, 0], [0, 32, 32, 32], [0, 64, 0, 64], [0, 0, 0, 96]]
+    store = sampler._prefills._prefixes
+    assert store is not None and len(store._blocks) == 1 + 3 + 4
+    assert store._bytes == sum(block.bytes for block in store._blocks.values())
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
+def test_an_inserted_row_is_exchanged_alone(sizes):
+    """By the compiled programs: their buffers do not grow with the batch of prefilled prompts."""
+    sampler = Sampler(over(made("bf16"), *sizes), slots=2, length=128)
+    list(sampler.run([[1, 2, 3]], 2))
+    division, weights, programs = sampler._division, sampler._model.weights, sampler._prefills._programs
+    assert division is not None
+    states, pair = sampler._caches.states, np.zeros(1, np.int32)
+    where = NamedSharding(division.mesh, partition.ROWS)
+
+    def temporary_bytes(rows: int) -> int:
+        shapes = device.states_shape(weights.structure, weights.shapes, rows * 4, 128)
+        staged = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), shapes)
+        with partition.compiling(division.mesh):
+            return programs.insert.lower(states, staged, pair, pair).compile().memory_analysis().temp_size_in_bytes
+
+    row = max(a.nbytes // len(a) for a in jax.tree.leaves(states))
+    assert temporary_bytes(1) == temporary_bytes(16) < 8 * row
+
+
+def test_a_freed_slot_has_one_row_exchanged():
+    """Of a batch of several rows."""
+    sampler = Sampler(over(made("adapter"), 4, 1), slots=1, length=64)
+    pairs, insert = [], sampler._admission._programs.insert
+
+    def counted(states, staged, rows, slots):
+        pairs.append((len(rows), int((slots < 4).sum())))
+        return insert(states, staged, rows, slots)
+
+    sampler._admission._programs = sampler._admission._programs._replace(insert=counted)
+    prompts = prompts_of((20,) * 9)
+    new = [4 + 5 * index for index in range(9)]
+    with sampler:
+        assert len(list(sampler.run(prompts, new))) == 9
+    assert pairs[0] == (4, 4) and (1, 1) in pairs and sum(placed for _, placed in pairs) == 9
+    assert all(count == next_power(placed) for count, placed in pairs)
 
 
 def test_beginnings_of_prompts_are_reused_on_all_devices():
@@ -276,20 +416,27 @@ def test_whole_weights_are_converted_on_each_device():
     whole, divided = (Sampler(over(model, *sizes), **options) for sizes in ((2, 1), (1, 2)))
     assert whole.plan.converted_layers == len(model.layers) and divided.plan.converted_layers == 0
     assert_alike(rows_of(whole, prompts, 4), rows_of(Sampler(model, **options), prompts, 4))
+    # The names that profiles show.
+    assert [converted._jitted(each, None, whole._division.mesh).__name__ for each in FORMS] == ["_decoded", "_filled"]
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.data())
 def test_rows_take_slots_of_the_device_with_the_fewest(devices, slots, data):
-    """No device has two rows more than another while slots are given and none is freed; then ends of any row."""
+    """A slot that is given is one of a device with the fewest rows, whichever have ended; until one has, no device has
+    two rows more than another.
+    """
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(devices, 1), ("data", "fsdp"))
     rows = SlotRows.__new__(SlotRows)
     rows.requests, rows._division = [None] * (devices * slots), Division(mesh, ()) if devices > 1 else None
+    none_ended = True
     for _ in range(data.draw(st.integers(0, 2 * devices * slots))):
         free, taken = rows.free, [slot for slot, request in enumerate(rows.requests) if request is not None]
         assert sorted(free + taken) == list(range(devices * slots))
         counts = [sum(slot // slots == index for slot in taken) for index in range(devices)]
         if taken and (not free or data.draw(st.booleans())):
-            rows.requests[data.draw(st.sampled_from(taken))] = None
+            rows.requests[data.draw(st.sampled_from(taken))], none_ended = None, False
         else:
             assert counts[free[0] // slots] == min(counts)
             rows.requests[free[0]] = object()
+            counts[free[0] // slots] += 1
+        assert not none_ended or max(counts) - min(counts) <= 1

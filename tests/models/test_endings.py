@@ -17,7 +17,8 @@ from jaxtune.system import lifetimes
 
 HERE = Path(__file__).parent
 CODES = {"return": 0, "exit": 3, "error": 1, "interrupt": -2}
-OTHERS = [("held", "error"), ("dropped", "return"), ("pending", "exit"), ("divided", "return"), ("copied", "return")]
+OTHERS = [("held", "error"), ("dropped", "return"), ("pending", "exit")]
+OTHERS += [("several_devices", "return"), ("copied", "return")]
 
 
 def ended(work: str, way: str) -> tuple[int, str, str]:

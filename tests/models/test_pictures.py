@@ -404,6 +404,14 @@ def test_generation_steps_as_the_whole_row_says(model):
     assert jaxtune.generate(over(model, 2), prompts, 6, eos_token_ids=(), pictures=pictures) == answers
 
 
+def test_padded_pictures_stay_on_the_host(model):
+    """Until a program takes them: those of several prompts are joined before."""
+    _, given = prompt_of(rows.document(np.random.default_rng(0), 2, (4, 6), 3))
+    positions, padded = given.padded(32, 64)
+    assert all(type(array) is np.ndarray for array in (positions, *jax.tree.leaves(padded)))
+    assert [array.shape[1] for array in jax.tree.leaves(padded)] == [64, 64, 64, 64, 32]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -19,7 +19,7 @@ from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, Part, Stage, in_sequence
 from jaxtune.models.generation import prefixes
 from jaxtune.models.generation.prefills import Prefills
-from jaxtune.models.generation.prefixes import Prefixes, block_keys, worthwhile_bytes
+from jaxtune.models.generation.prefixes import Added, Prefixes, block_keys, worthwhile_bytes
 from jaxtune.models.generation.requests import Row
 from jaxtune.models.generation.slot_plan import SlotPlan, plan_slots, prefilled_at_once
 
@@ -232,7 +232,7 @@ def test_stored_blocks_continue_stored_blocks_within_the_memory(uses, room, hybr
         cache = jnp.zeros((1, 1, 128, 1), jnp.float32).at[0, 0, : len(tokens), 0].set(jnp.array(tokens, jnp.float32))
         for count in range(1, len(keys) + 1):
             states = [cache, jnp.full((1, 2), count, jnp.float32)] if hybrid else [cache]
-            store.add(keys[:count], states, whole and count == len(keys))
+            store.add({0: Added(keys[:count], whole and count == len(keys))}, states)
         usable, present = store.find(keys)
         if usable:
             zeros = [jnp.zeros_like(state) for state in states]
@@ -256,7 +256,7 @@ def test_the_least_recently_used_beginning_goes_first():
     for token in (1, 2, 3, 1, 4):
         keys = block_keys([token], 1)
         store.find(keys)
-        store.add(keys, cache, True)
+        store.add({0: Added(keys, True)}, cache)
     assert [store.find(block_keys([token], 1))[0] for token in (1, 2, 3, 4)] == [1, 0, 1, 1]
     assert store.find(block_keys([1], 1, "another condition")) == (0, 0)
 

@@ -185,7 +185,11 @@ def _of[A, S, R](function: Callable[[A, S], R], arrays: A, static: S, mesh: Mesh
 
 @functools.lru_cache(16)
 def _jitted[A, S, R](function: Callable[[A, S], R], static: S, mesh: Mesh | None) -> Callable[[A], R]:
-    return jax.jit(partition.divided(lambda arrays: function(arrays, static), mesh, partition.WHOLE, partition.WHOLE))
+    @functools.wraps(function)
+    def of_arrays(arrays):
+        return function(arrays, static)
+
+    return jax.jit(partition.divided(of_arrays, mesh, partition.WHOLE, partition.WHOLE))
 
 
 class _Form(NamedTuple):

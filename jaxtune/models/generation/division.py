@@ -82,9 +82,15 @@ class Division:
         """Whether the devices share so many rows; otherwise each has all."""
         return rows % self.devices == 0
 
-    def row_of(self, arrays: Sequence[jax.Array], row: int) -> list[jax.Array]:
-        """A row of arrays that have one on each device, copied to all; [1, ...] of each."""
-        return _row_of(self.mesh)(list(arrays), np.int32(row))
+    def rows_of(
+        self, function: Callable[[list[jax.Array], jax.Array], list[jax.Array]], arrays: list[jax.Array], starts
+    ) -> list[list[jax.Array]]:
+        """function(arrays, start) of each row of arrays that have one on each device; all get all results.
+
+        function: of [1, ...] arrays, to as many; the same object each time.
+        starts: int32[devices].
+        """
+        return _rows_of(self.mesh, function)(arrays, starts)
 
     def programs(self, deterministic: bool, slots: int, exact: bool = False) -> device.Programs:
         """The programs of a sampler with `slots` slots a device. Others: as of slots.programs_of."""
@@ -159,14 +165,14 @@ def _programs(division: Division, same_choices: bool, many_rows: bool, exact: bo
 
 
 @functools.lru_cache(16)
-def _row_of(mesh: Mesh) -> Callable[[list[jax.Array], np.int32], list[jax.Array]]:
-    """Of Division.row_of."""
+def _rows_of(mesh: Mesh, function: Callable) -> Callable[[list[jax.Array], np.ndarray], list[list[jax.Array]]]:
+    """Of Division.rows_of."""
 
-    def local(arrays, row):
-        rows = (jax.lax.all_gather(array, _ALL, tiled=True) for array in arrays)
-        return [jax.lax.dynamic_slice_in_dim(array, row, 1) for array in rows]
+    def rows_of(arrays, starts):
+        wholes = [jax.lax.all_gather(array, _ALL, tiled=True) for array in function(arrays, starts[0])]
+        return [[whole[row : row + 1] for whole in wholes] for row in range(mesh.size)]
 
-    return jax.jit(partition.divided(local, mesh, (ROWS, WHOLE), WHOLE))
+    return jax.jit(partition.divided(rows_of, mesh, (ROWS, ROWS), WHOLE))
 
 
 class _Over:
@@ -207,15 +213,18 @@ class _Over:
 
         def local(states, staged, rows, slots):
             local_slots = self._own(slots, len(jax.tree.leaves(states)[0]))
-            rows, local_slots = (
-                jnp.pad(array, (0, 1), constant_values=fill) for array, fill in ((rows, 0), (local_slots, device.NEVER))
+            numbers = jnp.arange(len(rows), dtype=jnp.int32) if divides else rows
+            # One more, as a lone row would be inserted whatever its slot.
+            numbers, local_slots = (
+                jnp.pad(array, (0, 1), constant_values=fill)
+                for array, fill in ((numbers, 0), (local_slots, device.NEVER))
             )
             leaves, treedef = jax.tree.flatten(states)
             for index, array in enumerate(jax.tree.leaves(staged)):
                 if index:
                     array, leaves[index - 1] = optimization_barrier((array, leaves[index - 1]))
-                array = jax.lax.all_gather(array, _ALL, tiled=True) if divides else array
-                leaves[index] = device.insert(leaves[index], array, rows, local_slots)
+                array = _sent_rows(array, rows) if divides else array
+                leaves[index] = device.insert(leaves[index], array, numbers, local_slots)
             return jax.tree.unflatten(treedef, leaves)
 
         return self._run(local, (ROWS, self._rows(count), WHOLE, WHOLE), ROWS, states, staged, rows, slots)
@@ -261,6 +270,18 @@ class _Over:
         """This device's numbers of slots, of `count` on each device; NEVER for those of others."""
         local_slots = slots - partition.row_shard_index() * count
         return jnp.where((local_slots >= 0) & (local_slots < count), local_slots, np.int32(device.NEVER))
+
+
+def _sent_rows(array: jax.Array, rows: jax.Array) -> jax.Array:
+    """[G, ...] on all devices: those rows of the array, int32[G], of which each device has as many."""
+    local_rows = rows - partition.row_shard_index() * len(array)
+    has = ((local_rows >= 0) & (local_rows < len(array))).reshape(-1, *[1] * (array.ndim - 1))
+    numbers = array[jnp.clip(local_rows, 0, len(array) - 1)]
+    if array.dtype.itemsize == 1:  # e4m3, in which devices may not be able to add
+        numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint8)
+    nothing = -np.zeros((), numbers.dtype)  # -0 + x has the bits of x, also of -0
+    sent = jax.lax.psum(jnp.where(has, numbers, nothing), _ALL)
+    return jax.lax.bitcast_convert_type(sent, array.dtype)
 
 
 def _gathered(emitted: device.Emitted) -> device.Emitted:

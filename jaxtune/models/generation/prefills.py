@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.division import Division
-from jaxtune.models.generation.prefixes import BLOCK, Prefixes, block_keys, which_are_caches
+from jaxtune.models.generation.prefixes import BLOCK, Added, Prefixes, block_keys, which_are_caches
 from jaxtune.models.generation.ready import Blocks, Extend, Grow, Insert, Look, Pack, Prefill, Ready, Size
 from jaxtune.models.generation.requests import Request
 from jaxtune.models.generation.slot_plan import length_bucket, next_power
@@ -39,7 +39,8 @@ class Batch:
 
     states: device.States  # those of all rows of the batch: arrays whose first axis is the row
     rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}
-    reused: int = 0  # tokens of the prompt, which is alone, whose states an earlier prompt had left
+    reused: dict[bytes, int]  # {Request.key: tokens of the prompt whose states an earlier prompt had left}
+    divided: bool  # whether several devices have the rows
 
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
@@ -56,7 +57,9 @@ class Batch:
         size = len(arrays[0])
         for first in range(0, len(placed), size):
             pairs = [*placed[first : first + size]]
-            pairs += [(0, _NO_SLOT)] * (size - len(pairs))  # so that one program serves any number
+            # One program serves any number; but devices exchange as many rows as there are pairs.
+            count = min(size, next_power(len(pairs))) if self.divided else size
+            pairs += [(0, _NO_SLOT)] * (count - len(pairs))
             rows, slots = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
             states = programs.insert(states, self.states, rows, slots)
         return states
@@ -83,10 +86,14 @@ class _Long:
     """Prompts, one a device at most, that are being prefilled in pieces."""
 
     requests: list[Request]  # waiting ones with these prompts; others may have the same
+    pieces: list[_Pieces]  # of each
     blocks: list[_Blocks]  # of each
-    pieces: _Pieces
-    done: int  # how many pieces of each prompt are in the states
-    states: device.States = None  # a row for each prompt; the first prompt's again for devices without any
+    done: list[int]  # how many pieces of each are in the states, once there are any
+    states: device.States = None  # a row for each device; any numbers where it has no prompt
+
+    @property
+    def room(self) -> int:
+        return max(pieces.room for pieces in self.pieces)
 
 
 class Prefills:
@@ -192,7 +199,7 @@ class Prefills:
         assert batch is not None
         self.remove_waiting(request)
         if not request.placements:  # not what its first stay in a slot has left
-            request.reused = batch.reused
+            request.reused = batch.reused.get(request.key, 0)
         return batch.rows[request.key]
 
     def forget(self) -> None:
@@ -235,7 +242,7 @@ class Prefills:
         count = len(first.tokens) - 1
         if count == 0:
             states = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._states_shape(1))
-            self._keep(Batch(states, {first.key: 0}))
+            self._keep(states, {first.key: 0})
             return 1
         missing = {request.key: request for request in nearest if self.ready(request) is None}
         if first.pictures is not None:
@@ -391,14 +398,14 @@ class Prefills:
                     continue
                 states, room = self._pack(leaves, packed, caches, size), _rows_of_pack(size, caches)
                 pairs = ((r, index * room + row) for index, each in enumerate(packed) for row, r in enumerate(each))
-                self._keep(Batch(states, {request.key: row for request, row in pairs}))
+                self._keep(states, {request.key: row for request, row in pairs})
                 return size
         return None
 
     def _prefill_rows(self, leaves, requests: Sequence[Request], rows: int, width: int, patches: int = 0) -> None:
         """Keeps the states after requests, of which each device takes `rows`."""
         states = self._prefill(leaves, requests, width, width, patches, rows * self._devices)
-        self._keep(Batch(states, {request.key: row for row, request in enumerate(requests)}))
+        self._keep(states, {request.key: row for row, request in enumerate(requests)})
 
     def _prefill(
         self, leaves, requests: Sequence[Request], count: int, width: int, patches: int, rows: int
@@ -450,33 +457,44 @@ class Prefills:
         return self._programs.pack(self._structure, width, leaves, tokens, *(array.ravel() for array in of_prompts))
 
     def _begun(self, first: Request, texts: Iterable[Request], capacity: int) -> _Long:
-        """The first prompt, which is long, and others for other devices in as many pieces, with the states of their
-        beginnings if they are stored.
+        """The first prompt, which is long, and other long ones for other devices, with the states of their beginnings
+        if all have some.
         """
-        pieces, blocks = self._pieces(first, capacity)
-        long = _Long([first], [blocks], pieces, pieces.reused)
-        for request in texts:
-            if (
-                len(long.requests) < self._devices
-                and request.key != first.key
-                and len(request.tokens) > self._piece + 1
-            ):
-                others, blocks = self._pieces(request, capacity)
-                if others == pieces:
-                    long.requests.append(request)
-                    long.blocks.append(blocks)
-        if pieces.reused and self._prefixes is not None:
-            shape = self._states_shape(pieces.room)
-            rows = (self._prefixes.restored(blocks.keys[: pieces.reused], shape) for blocks in long.blocks)
-            long.states = next(rows) if self._division is None else self._side_by_side(rows, pieces.room)
+        long = _Long([], [], [], [])
+        others = (each for each in texts if each.key != first.key and len(each.tokens) > self._piece + 1)
+        for request in itertools.chain([first], others):
+            pieces, blocks = self._pieces(request, capacity)
+            if not long.requests or self._go_together(long.pieces[0], pieces, capacity):
+                long.requests.append(request)
+                long.pieces.append(pieces)
+                long.blocks.append(blocks)
+                long.done.append(pieces.reused)
+            if len(long.requests) == self._devices:
+                break
+        if all(long.done):
+            empty = None if self._division is None else self._states_shape(long.room, self._devices)
+            long.states = self._with_beginnings(long, self._division.put(empty) if self._division else None)
         return long
 
-    def _side_by_side(self, rows: Iterable[device.States], room: int) -> device.States:
-        """The states of prompts, a row for each device."""
-        assert self._division is not None
-        states = self._division.put(self._states_shape(room, self._devices))
-        for index, row in enumerate(rows):
-            states = self._programs.insert(states, row, np.zeros(1, np.int32), np.array([index], np.int32))
+    def _go_together(self, first: _Pieces, other: _Pieces, capacity: int) -> bool:
+        """Whether a prompt is prefilled beside the first one, in whose slots' caches there must be room for it."""
+        # Padding that depends on other prompts may change bits; a longer cache does not (chunk_attention).
+        alike = first.width == other.width and (
+            first.width == self._piece or first.count - first.reused == other.count - other.reused
+        )
+        return other.room <= capacity and (alike or not self._one)
+
+    def _with_beginnings(self, long: _Long, states: device.States) -> device.States:
+        """The states, a row for each device, with those of beginnings in the rows of prompts that have some. None: of
+        one prompt on one device.
+        """
+        for row, (pieces, blocks) in enumerate(zip(long.pieces, long.blocks, strict=True)):
+            if pieces.reused and self._prefixes is not None:
+                beginning = self._prefixes.restored(blocks.keys[: pieces.reused], self._states_shape(long.room))
+                if self._division is None:
+                    return beginning
+                rows = np.zeros(1, np.int32), np.array([row], np.int32)
+                states = self._programs.insert(states, beginning, *rows)
         return states
 
     def _pieces(self, request: Request, capacity: int) -> tuple[_Pieces, _Blocks]:
@@ -494,42 +512,57 @@ class Prefills:
 
     def _next_piece(self, leaves, long: _Long) -> int:
         """Dispatches the next piece of long prompts; its tokens with padding, or 1 if there is none."""
-        width, pieces = 1, long.pieces
-        if long.done < pieces.count:
-            width = self._piece if long.done + 1 < pieces.count else pieces.width
-            requests = [*long.requests, *[long.requests[0]] * (self._devices - len(long.requests))]
-            start, rows = long.done * self._piece, len(requests)
-            if start == 0:
-                first = _padded(self._piece)
-                states = self._prefill(leaves, requests, self._piece, first, 0, rows)
-                long.states = jax.tree.map(self._grown, states, self._states_shape(pieces.room, rows))
-            else:
-                tokens, counts = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-                for row, request in enumerate(requests):
-                    piece = request.tokens[:-1][start : start + self._piece]
-                    tokens[row, : len(piece)], counts[row] = piece, len(piece)
-                totals = np.array([len(request.tokens) for request in requests], np.int32)
-                arrays = tokens, np.full(rows, start, np.int32), counts, totals, *self._adapters(requests, rows)
-                long.states = self._programs.extend(self._structure, leaves, long.states, *arrays)
-            long.done += 1
-            self._store(long)
-        if long.done == pieces.count:
+        width = 1
+        unfinished = [row for row, pieces in enumerate(long.pieces) if long.done[row] < pieces.count]
+        if unfinished and long.states is None:
+            unfinished = [row for row in unfinished if not long.done[row]]
+            width, first = self._piece, _padded(self._piece)
+            states = self._prefill(leaves, long.requests, width, first, 0, self._devices)
+            shapes = self._states_shape(long.room, self._devices)
+            long.states = self._with_beginnings(long, jax.tree.map(self._grown, states, shapes))
+        elif unfinished:
+            width = max(self._width_of_next(long, row) for row in unfinished)
+            long.states = self._programs.extend(
+                self._structure, leaves, long.states, *self._next_arguments(long, unfinished, width)
+            )
+        for row in unfinished:
+            long.done[row] += 1
+        self._store(long, unfinished)
+        if all(done == pieces.count for done, pieces in zip(long.done, long.pieces, strict=True)):
             self._long = None
-            rows_of_keys = {request.key: row for row, request in enumerate(long.requests)}
-            self._keep(Batch(long.states, rows_of_keys, pieces.reused * self._piece))
+            rows = {request.key: row for row, request in enumerate(long.requests)}
+            tokens = (pieces.reused * self._piece for pieces in long.pieces)
+            self._keep(long.states, rows, dict(zip(rows, tokens, strict=True)))
         return width
 
-    def _store(self, long: _Long) -> None:
-        """The last block of each prompt, if it is whole."""
+    def _width_of_next(self, long: _Long, row: int) -> int:
+        pieces = long.pieces[row]
+        return self._piece if long.done[row] + 1 < pieces.count else pieces.width
+
+    def _next_arguments(self, long: _Long, unfinished: Sequence[int], width: int) -> tuple[np.ndarray, ...]:
+        """Of `extend`, behind the states: the next tokens of these rows, none of the others."""
+        tokens = np.zeros((self._devices, width), np.int32)
+        starts, counts, totals = (np.full(self._devices, number, np.int32) for number in (0, 0, 1))
+        for row in unfinished:
+            request, start = long.requests[row], long.done[row] * self._piece
+            piece = request.tokens[:-1][start : start + self._piece]
+            tokens[row, : len(piece)] = piece
+            starts[row], counts[row], totals[row] = start, len(piece), len(request.tokens)
+        return tokens, starts, counts, totals, *self._adapters(long.requests, self._devices)
+
+    def _store(self, long: _Long, rows: Iterable[int]) -> None:
+        """The last block of each of these rows, if it is whole."""
         if self._prefixes is None:
             return
-        for row, (request, (keys, known)) in enumerate(zip(long.requests, long.blocks, strict=True)):
-            if long.done <= len(keys):
-                whole = long.done in (known, len(keys))
-                self._prefixes.add(keys[: long.done], long.states, whole, request.adapter, row)
+        added = {}
+        for row in rows:
+            (keys, known), done = long.blocks[row], long.done[row]
+            if done <= len(keys):
+                added[row] = Added(keys[:done], done in (known, len(keys)), long.requests[row].adapter)
+        self._prefixes.add(added, long.states)
 
-    def _keep(self, batch: Batch) -> None:
-        self._batches = [*self._batches[-(_KEPT - 1) :], batch]
+    def _keep(self, states: device.States, rows: dict[bytes, int], reused: dict[bytes, int] | None = None) -> None:
+        self._batches = [*self._batches[-(_KEPT - 1) :], Batch(states, rows, reused or {}, self._devices > 1)]
 
 
 def _padded(tokens: int) -> int:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,14 @@ class _Block:
         return sum(array.nbytes for array in (*self.caches, *(self.whole or ())))
 
 
+class Added(NamedTuple):
+    """What is stored of a prompt."""
+
+    keys: Sequence[bytes]  # of its first blocks, of which the last is stored
+    whole: bool  # also the states that cannot be cut
+    adapter: int = 0  # its number, on which the keys depend
+
+
 class Prefixes:
     """Blocks of at most `most_bytes`; those whose use is longest ago go first, and a block before those that it
     continues.
@@ -99,40 +109,45 @@ class Prefixes:
         arrays = iter(caches), iter(_copies(whole) if whole else ())
         return jax.tree.structure(states).unflatten([next(arrays[not is_cache]) for is_cache in self._are_caches])
 
-    def add(self, keys: Sequence[bytes], states: States, whole: bool, adapter: int = 0, row: int = 0) -> None:
-        """Stores the last block of `keys`, unless others that must stay fill the memory.
+    def add(self, added: Mapping[int, Added], states: States) -> None:
+        """Stores the last block of each prompt, unless others that must stay fill the memory.
 
-        keys: of the first blocks of a prompt.
-        states: after these blocks, of one row, or of one a device.
-        whole: also the states that cannot be cut.
-        adapter: the number of the prompt's, on which the keys depend.
-        row: the prompt's.
+        added: {row of the states: its prompt's}.
+        states: after these blocks, a row for each device.
         """
-        stored = self._blocks.get(keys[-1])
-        if any(key not in self._blocks for key in keys[:-1]) or (
-            stored is not None and (stored.whole is not None or not whole)
-        ):
-            return
-        self._use(keys[:-1] if stored is None else keys)
         cut, uncut = _divided(states, self._are_caches)
-        whole = whole or not uncut
-        added_bytes = sum(array.nbytes // len(array) for array in uncut) if whole else 0
-        if stored is None:
-            of_tokens = (array.nbytes // len(array) // array.shape[2] for array in cut)
-            counts = (min(self.size, array.shape[2]) for array in cut)
-            added_bytes += sum(size * count for size, count in zip(of_tokens, counts, strict=True))
-        if not self._make_room(added_bytes, set(keys)):
-            return
-        if stored is None:
-            caches = _block_of(self.size, cut, np.int32((len(keys) - 1) * self.size)) if cut else []
-            stored = _Block(caches if self._division is None else self._division.row_of(caches, row), None, adapter)
-        if whole and uncut:
-            stored.whole = _copies(uncut) if self._division is None else self._division.row_of(uncut, row)
-        elif whole:
-            stored.whole = []
-        self._blocks[keys[-1]] = stored
-        self._bytes += added_bytes
-        self._use(keys)
+        starts = np.zeros(1 if self._division is None else self._division.devices, np.int32)
+        starts[[*added]] = [(len(each.keys) - 1) * self.size for each in added.values()]
+        caches_of_rows = functools.cache(lambda: self._rows_of(cut, starts, whole=False))
+        whole_of_rows = functools.cache(lambda: self._rows_of(uncut, starts, whole=True))
+        for row, (keys, is_whole, adapter) in added.items():
+            stored, is_whole = self._blocks.get(keys[-1]), is_whole or not uncut
+            if any(key not in self._blocks for key in keys[:-1]) or (
+                stored is not None and (stored.whole is not None or not is_whole)
+            ):
+                continue
+            self._use(keys[:-1] if stored is None else keys)
+            added_bytes = sum(array.nbytes // len(array) for array in uncut) if is_whole else 0
+            if stored is None:
+                of_tokens = (array.nbytes // len(array) // array.shape[2] for array in cut)
+                counts = (min(self.size, array.shape[2]) for array in cut)
+                added_bytes += sum(size * count for size, count in zip(of_tokens, counts, strict=True))
+            if not self._make_room(added_bytes, set(keys)):
+                continue
+            stored = stored or _Block(caches_of_rows()[row], None, adapter)
+            if is_whole:
+                stored.whole = whole_of_rows()[row]
+            self._blocks[keys[-1]] = stored
+            self._bytes += added_bytes
+            self._use(keys)
+
+    def _rows_of(self, arrays: list[jax.Array], starts: np.ndarray, whole: bool) -> list[list[jax.Array]]:
+        """What a block has of each row of caches, or of other states, which are stored whole."""
+        if not arrays:
+            return [[] for _ in starts]
+        if self._division is not None:
+            return self._division.rows_of(_uncut if whole else _cut_of(self.size), arrays, starts)
+        return [_copies(arrays) if whole else _block_of(self.size, arrays, starts[0])]
 
     def forget(self) -> None:
         """Frees all blocks."""
@@ -194,6 +209,15 @@ def _described(caches: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> tuple[tupl
 def _cut(size: int, caches: list[jax.Array], start: jax.Array) -> list[jax.Array]:
     """[1, heads, tokens, D] of each cache for the last tokens of the `size` from position `start` on."""
     return [jnp.take(cache, _indices(cache, start, size), axis=2) for cache in caches]
+
+
+@functools.cache
+def _cut_of(size: int) -> Callable[[list[jax.Array], jax.Array], list[jax.Array]]:
+    return functools.partial(_cut, size)
+
+
+def _uncut(arrays: list[jax.Array], start: jax.Array) -> list[jax.Array]:
+    return arrays
 
 
 def _set(size: int, caches: list[jax.Array], block: list[jax.Array], start: jax.Array) -> list[jax.Array]:

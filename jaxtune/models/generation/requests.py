@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.conversations.picture_processors import DeferredPatches, PictureArrays
@@ -216,8 +215,8 @@ class PromptPictures(NamedTuple):
         return content.digest()
 
     def padded(self, tokens: int, patches: int) -> tuple[np.ndarray, Pictures]:
-        """(positions int32[1, tokens, axes], pictures) of the prompt's first `tokens` tokens, or with padding up to as
-        many. patches: to which they are padded.
+        """(positions int32[1, tokens, axes], numpy arrays of pictures) of the prompt's first `tokens` tokens, or with
+        padding up to as many. patches: to which they are padded.
         """
         count, pictures = min(tokens, len(self.positions)), self.pictures
         positions = np.zeros((1, tokens, *self.positions.shape[1:]), np.int32)
@@ -225,14 +224,14 @@ class PromptPictures(NamedTuple):
         features = np.full((1, tokens), -1, np.int32)
         features[0, :count] = np.asarray(pictures.picture_features)[0, :count]
 
-        def of_patches(array: jax.Array, dtype: type = np.int32) -> jax.Array:
+        def of_patches(array: jax.Array, dtype: type = np.int32) -> np.ndarray:
             values = np.asarray(array, dtype)
             widths = ((0, 0), (0, patches - values.shape[1]), *((0, 0),) * (values.ndim - 2))
-            return jnp.asarray(np.pad(values, widths))
+            return np.pad(values, widths)
 
         arrays = pictures.patch_segments, pictures.patch_grids, pictures.patch_coordinates
-        values, (segments, grids, coordinates) = of_patches(pictures.patches, np.float32), map(of_patches, arrays)
-        return positions, Pictures(values, segments, grids, coordinates, jnp.asarray(features))
+        arrays = of_patches(pictures.patches, np.float32), *map(of_patches, arrays), features
+        return positions, jax.tree.unflatten(jax.tree.structure(pictures), arrays)
 
 
 def check_pictures(
