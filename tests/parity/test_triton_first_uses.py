@@ -49,9 +49,10 @@ def checks(monkeypatch, tmp_path):
         return reason
 
     monkeypatch.setattr(dispatch, "_difference", difference)
-    with interpreted((9, 0)):
-        monkeypatch.setattr(dispatch, "_target", None)  # of the interpreter, for which nothing would be checked
+    with interpreted((9, 0)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_target", None)  # of the interpreter, for which nothing would be checked
         yield done
+    assert dispatch.target() is None
 
 
 def lora_of(rank: int, rows: int, columns: int) -> LoraWeights:
