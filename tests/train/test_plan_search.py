@@ -368,7 +368,9 @@ def run_with_failures(tmp_path, monkeypatch, count, steps):
         programs = compile_(*arguments)
         return dataclasses.replace(programs, accumulate=Failing(programs.accumulate, failures))
 
+    Failing.refused.clear()
     monkeypatch.setattr(trainer.engine, "compile", compiled)
+    monkeypatch.setattr(jax, "block_until_ready", _awaited)
     return trainer
 
 
@@ -378,8 +380,6 @@ def test_out_of_memory_in_the_first_step_is_planned_again(steps, tmp_path, monke
     plain = run_with_failures(tmp_path / "plain", monkeypatch, 0, steps)
     plain.train()
     trainer = run_with_failures(tmp_path / "failing", monkeypatch, 2, steps)
-    Failing.refused.clear()
-    monkeypatch.setattr(jax, "block_until_ready", _awaited)
     trainer.train()
     assert "the first step ran out of memory; planning again" in capsys.readouterr().err
     assert len(Failing.refused) == 2
