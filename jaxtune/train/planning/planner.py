@@ -137,8 +137,8 @@ class Planner:
           placed: weights are on the devices already, which limits what may move (Movable.after_placing).
           short_bytes: what the step lacked when it ran; None: it did not run, or there is no limit.
           problem: what failed, in words, for the printed line.
-          ran: the step ran, and what it pinned is lost: XLA allocates that first, and does not free it if the device
-            then has no room (measured on an H200).
+          ran: the step ran, and what it pinned counts as lost: on an H200 XLA's pool had no room for a third plan after
+            two such failures, as if it had kept their residuals.
 
         PlanError if no plan is left.
         """
