@@ -115,8 +115,9 @@ class Callbacks:
 
     def tell(self, event: str, *arguments: object) -> None:
         """Calls a method of each; from another thread, such as a save's, the calls are made later."""
-        heard = (each for each in self._callbacks if getattr(type(each), event) is not getattr(Callback, event))
-        self._late += [(callback, event, arguments) for callback in heard]
+        inherited = getattr(Callback, event)
+        hearers = (callback for callback in self._callbacks if getattr(type(callback), event) is not inherited)
+        self._late += [(callback, event, arguments) for callback in hearers]
         self.tell_late()
 
     def tell_late(self) -> None:

@@ -289,6 +289,19 @@ def test_pieces_of_prompts_that_are_prefilled_alone_have_their_widths():
     assert sorted(calls) == [(512, [20]), (512, [60, 360]), (640, [560]), (640, [640])]
 
 
+def reused_and_ids(sampler: Sampler, waves, new_tokens: int) -> list[tuple[int, list[int]]]:
+    """Of each prompt, of which a wave is submitted when the one before has ended."""
+    rows = []
+    for prompts in waves:
+        requests: dict[int, list[int]] = {sampler.submit(prompt, new_tokens): [] for prompt in prompts}
+        while sampler.pending:
+            for piece in sampler.step():
+                requests[piece.request] += piece.ids
+                if piece.finish_reason is not None:
+                    rows.append((piece.request, piece.reused, requests[piece.request]))
+    return [(reused, ids) for _, reused, ids in sorted(rows)]
+
+
 @settings(max_examples=4, deadline=None)
 @given(st.sampled_from([(2, 1), (4, 1), (2, 2)]), st.data())
 def test_beginnings_of_any_length_are_reused_beside_prompts_without(sizes, data):
@@ -302,15 +315,7 @@ def test_beginnings_of_any_length_are_reused_beside_prompts_without(sizes, data)
 
     def found(model: Decoder, slots: int) -> list[tuple[int, list[int]]]:
         sampler = Sampler(model, slots=slots, **options)
-        rows = []
-        for few in (firsts, nexts):
-            requests: dict[int, list[int]] = {sampler.submit(prompt, 4): [] for prompt in few}
-            while sampler.pending:
-                for piece in sampler.step():
-                    requests[piece.request] += piece.ids
-                    if piece.finish_reason is not None:
-                        rows.append((piece.request, piece.reused, requests[piece.request]))
-        return [(reused, ids) for _, reused, ids in sorted(rows)]
+        return reused_and_ids(sampler, (firsts, nexts), 4)
 
     several, alone = found(over(long_model(), *sizes), 2), found(long_model(), 4)
     assert [ids for _, ids in several] == [ids for _, ids in alone]
@@ -394,15 +399,8 @@ def test_beginnings_of_prompts_are_reused_on_all_devices():
 
     def found(model, slots: int) -> list[tuple[int, list[int]]]:
         sampler = Sampler(model, slots=slots, length=256, prefill_tokens=32, prefix_bytes=1 << 22)
-        rows = []
-        for few in (prompts[:1], prompts[1:]):  # the first one's states are there before the others come
-            requests: dict[int, list[int]] = {sampler.submit(prompt, 5): [] for prompt in few}
-            while sampler.pending:
-                for piece in sampler.step():
-                    requests[piece.request] += piece.ids
-                    if piece.finish_reason is not None:
-                        rows.append((piece.request, piece.reused, requests[piece.request]))
-        return [(reused, ids) for _, reused, ids in sorted(rows)]
+        # The first one's states are there before the others come.
+        return reused_and_ids(sampler, (prompts[:1], prompts[1:]), 5)
 
     expected = found(model, 4)
     assert [reused for reused, _ in expected] == [0, 96, 96, 96]

@@ -88,7 +88,7 @@ class _Long:
     requests: list[Request]  # waiting ones with these prompts; others may have the same
     pieces: list[_Pieces]  # of each
     blocks: list[_Blocks]  # of each
-    done: list[int]  # how many pieces of each are in the states, once there are any
+    computed: list[int]  # how many pieces of each are in the states, once there are any
     states: device.States = None  # a row for each device; any numbers where it has no prompt
 
     @property
@@ -461,17 +461,17 @@ class Prefills:
         if all have some.
         """
         long = _Long([], [], [], [])
-        others = (each for each in texts if each.key != first.key and len(each.tokens) > self._piece + 1)
-        for request in itertools.chain([first], others):
+        texts = (text for text in texts if text.key != first.key and len(text.tokens) > self._piece + 1)
+        for request in itertools.chain([first], texts):
             pieces, blocks = self._pieces(request, capacity)
             if not long.requests or self._go_together(long.pieces[0], pieces, capacity):
                 long.requests.append(request)
                 long.pieces.append(pieces)
                 long.blocks.append(blocks)
-                long.done.append(pieces.reused)
+                long.computed.append(pieces.reused)
             if len(long.requests) == self._devices:
                 break
-        if all(long.done):
+        if all(long.computed):
             empty = None if self._division is None else self._states_shape(long.room, self._devices)
             long.states = self._with_beginnings(long, self._division.put(empty) if self._division else None)
         return long
@@ -513,9 +513,9 @@ class Prefills:
     def _next_piece(self, leaves, long: _Long) -> int:
         """Dispatches the next piece of long prompts; its tokens with padding, or 1 if there is none."""
         width = 1
-        unfinished = [row for row, pieces in enumerate(long.pieces) if long.done[row] < pieces.count]
+        unfinished = [row for row, pieces in enumerate(long.pieces) if long.computed[row] < pieces.count]
         if unfinished and long.states is None:
-            unfinished = [row for row in unfinished if not long.done[row]]
+            unfinished = [row for row in unfinished if not long.computed[row]]
             width, first = self._piece, _padded(self._piece)
             states = self._prefill(leaves, long.requests, width, first, 0, self._devices)
             shapes = self._states_shape(long.room, self._devices)
@@ -526,9 +526,9 @@ class Prefills:
                 self._structure, leaves, long.states, *self._next_arguments(long, unfinished, width)
             )
         for row in unfinished:
-            long.done[row] += 1
+            long.computed[row] += 1
         self._store(long, unfinished)
-        if all(done == pieces.count for done, pieces in zip(long.done, long.pieces, strict=True)):
+        if all(count == pieces.count for count, pieces in zip(long.computed, long.pieces, strict=True)):
             self._long = None
             rows = {request.key: row for row, request in enumerate(long.requests)}
             tokens = (pieces.reused * self._piece for pieces in long.pieces)
@@ -537,14 +537,14 @@ class Prefills:
 
     def _width_of_next(self, long: _Long, row: int) -> int:
         pieces = long.pieces[row]
-        return self._piece if long.done[row] + 1 < pieces.count else pieces.width
+        return self._piece if long.computed[row] + 1 < pieces.count else pieces.width
 
     def _next_arguments(self, long: _Long, unfinished: Sequence[int], width: int) -> tuple[np.ndarray, ...]:
         """Of `extend`, behind the states: the next tokens of these rows, none of the others."""
         tokens = np.zeros((self._devices, width), np.int32)
         starts, counts, totals = (np.full(self._devices, number, np.int32) for number in (0, 0, 1))
         for row in unfinished:
-            request, start = long.requests[row], long.done[row] * self._piece
+            request, start = long.requests[row], long.computed[row] * self._piece
             piece = request.tokens[:-1][start : start + self._piece]
             tokens[row, : len(piece)] = piece
             starts[row], counts[row], totals[row] = start, len(piece), len(request.tokens)
@@ -556,9 +556,9 @@ class Prefills:
             return
         added = {}
         for row in rows:
-            (keys, known), done = long.blocks[row], long.done[row]
-            if done <= len(keys):
-                added[row] = Added(keys[:done], done in (known, len(keys)), long.requests[row].adapter)
+            (keys, known), computed = long.blocks[row], long.computed[row]
+            if computed <= len(keys):
+                added[row] = Added(keys[:computed], computed in (known, len(keys)), long.requests[row].adapter)
         self._prefixes.add(added, long.states)
 
     def _keep(self, states: device.States, rows: dict[bytes, int], reused: dict[bytes, int] | None = None) -> None:
