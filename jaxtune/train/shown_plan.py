@@ -101,7 +101,8 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
         forecast, costs = _print_plan(spec, trained, model, shape, device, sampled, console)
         for line in teacher_pass.pass_lines(spec, shape, device, config.plan.device is not None):
             console.print(fitted(line, console), markup=False, highlight=False)
-    console.print(plan_text.finish_line(forecast, config.steps, config.plan.dollars_per_hour, costs.shape.devices))
+    price, devices = config.plan.dollars_per_hour, costs.shape.devices
+    console.print(plan_text.finish_line(forecast, config.steps, price, devices, objective.samples))
 
 
 def _print_plan(
@@ -164,8 +165,7 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
         show(line)
     programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, show)
     if planner.device.name != "cpu":  # the speed of a CPU is not known
-        price = trainer.config.plan.dollars_per_hour
-        console.print(plan_text.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.shape.devices))
+        show(trainer.finish_line(0))
     for line in [*trainer.memory_notes(), *trainer.pass_notes(), *trainer.disk_notes()]:
         show(line)
     need = planner.compiled_bytes(programs.accumulate, programs.update)

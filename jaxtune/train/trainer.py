@@ -360,8 +360,7 @@ class Trainer:
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
-            price, devices = self.config.plan.dollars_per_hour, self.planner.cost.shape.devices
-            progress.print(plan_text.finish_line(self.planner.forecast, self.total_steps - start, price, devices))
+            progress.print(self.finish_line(start))
         # The config is written last, so that an error before leaves the folder free for another run.
         with monitor.planned("load", start) as line:
             pinned = self.planner.residual_host_bytes * len(self.engine.mesh.local_devices)
@@ -406,6 +405,12 @@ class Trainer:
         dated = self.tokenizer is not None and writes_today(self.tokenizer, None)
         lines += rows_report.today_note(self.config.data.today if dated else None)
         return "\n".join(lines)
+
+    def finish_line(self, start: int) -> str:
+        """The predicted time of the steps from `start` (from 0) on, and its price."""
+        price, devices = self.config.plan.dollars_per_hour, self.planner.cost.shape.devices
+        steps, samples = self.total_steps - start, self.batches.needs_model
+        return plan_text.finish_line(self.planner.forecast, steps, price, devices, samples)
 
     def memory_notes(self) -> list[str]:
         """Lines on each phase's memory and what will not fit; [] on a CPU."""

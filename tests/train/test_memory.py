@@ -704,6 +704,9 @@ def test_the_time_to_finish_and_its_price():
     step = SimpleNamespace(step_seconds=0.5, tokens_per_second=1000.0)
     assert plan_text.finish_line(step, 7200, None) == "7,200 steps take 1:00:00, evaluations and saves not counted"
     assert "take 1:00:00, for 8.00 dollars," in plan_text.finish_line(step, 7200, 2.0, devices=4)
+    assert plan_text.finish_line(step, 7200, None, samples=True).endswith(
+        " take 1:00:00, sampling, evaluations and saves not counted"
+    )
     assert plan_text.finish_line(step, None, 3.6).startswith("a million tokens take 16:40, for 1.00 dollars,")
     with pytest.raises(ValueError, match="plan.dollars_per_hour = 0"):
         PlanConfig(dollars_per_hour=0.0)
@@ -777,6 +780,7 @@ def test_predicted_stands_beside_measured():
     assert measured_lines(plan, H200, [1.0, 1.024], 23_500_000_000) == [
         "plan: peak 23.10 GB predicted, 23.50 measured; 15,900 tokens/s predicted, 16,190 measured"
     ]
+    assert measured_lines(plan, H200, [], 23_500_000_000) == ["plan: peak 23.10 GB predicted, 23.50 measured"]
     assert measured_lines(plan, find_device("cpu"), [1.0], 1) == []
 
 

@@ -24,7 +24,9 @@ class Machine:
         monkeypatch.setattr(jax, "device_get", self.fetch)
         self.run = SimpleNamespace(
             config=make_config(tmp_path, metrics=MetricsConfig(log_every=log_every), precision="bf16"),
-            batches=SimpleNamespace(length=16, steps_per_epoch=100, rows_per_step=4, remarks=lambda *_: []),
+            batches=SimpleNamespace(
+                length=16, steps_per_epoch=100, rows_per_step=4, remarks=lambda *_: [], needs_model=False
+            ),
             planner=SimpleNamespace(device=SimpleNamespace(name="cpu"), forecast=None),
             total_steps=total_steps,
             unit="targets",
@@ -99,10 +101,12 @@ def test_a_step_is_what_the_device_took_whatever_stands_between(monkeypatch, tmp
     ]
 
 
+@pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize(("seconds", "shown"), [(0.06, 35), (0.7, 4), (9.0, 3)])
-def test_the_plan_is_compared_with_what_seconds_of_steps_have_measured(monkeypatch, tmp_path, seconds, shown):
-    """Of a small model's steps the first ones say little."""
+def test_the_plan_is_compared_with_what_seconds_of_steps_have_measured(monkeypatch, tmp_path, seconds, shown, samples):
+    """Of a small model's steps the first ones say little; the plan predicts no sampling."""
     machine = Machine(monkeypatch, tmp_path, total_steps=60)
+    machine.run.batches.needs_model = samples
     machine.run.planner = SimpleNamespace(
         device=SimpleNamespace(name="H200"), forecast=SimpleNamespace(peak_bytes=2e9, tokens_per_second=90.0, tokens=64)
     )
@@ -112,6 +116,7 @@ def test_the_plan_is_compared_with_what_seconds_of_steps_have_measured(monkeypat
             machine.monitor.flush()
             assert len(machine.printed) == (step >= shown)
     assert machine.printed[0].startswith("plan: peak 2.00 GB predicted")
+    assert ("tokens/s" in machine.printed[0]) is not samples
 
 
 def test_a_pause_after_one_that_raised_is_not_within_it(monkeypatch, tmp_path):

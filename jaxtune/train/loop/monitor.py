@@ -317,7 +317,8 @@ class Monitor:
         if not self._measured and len(self.seconds) >= 3 and sum(self.seconds[1:]) >= _MEASURED_SECONDS:
             self._measured = True
             planner = self.run.planner
-            for text in measured_lines(planner.forecast, planner.device, self.seconds[1:], line["peak_memory_bytes"]):
+            seconds = [] if self.run.batches.needs_model else self.seconds[1:]
+            for text in measured_lines(planner.forecast, planner.device, seconds, line["peak_memory_bytes"]):
                 self.progress.print(text)
         self._guard(step, loss, norm, values, line)
         if norms is not None and values["finite"] and norm > 0.0:

@@ -70,18 +70,22 @@ def plan_lines(forecast: Forecast, costs: StepCost, device: Device, budget_bytes
     return lines
 
 
-def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
+def finish_line(
+    forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1, samples: bool = False
+) -> str:
     """The predicted time of a run, and its price, without evaluations and saves.
 
     steps: that are left; None: unknown, and the time of a million tokens is given.
     dollars_per_hour: of one device; None: no price.
+    samples: whether the run samples its rows, whose time is not predicted.
     """
     if steps is None:
         subject, seconds = "a million tokens take", 1e6 / forecast.tokens_per_second
     else:
         subject, seconds = f"{steps:,} steps take", steps * forecast.step_seconds
     price = "" if dollars_per_hour is None else f", for {seconds / 3600 * dollars_per_hour * devices:,.2f} dollars"
-    return f"{subject} {duration(seconds)}{price}, evaluations and saves not counted"
+    others = "sampling, evaluations and saves" if samples else "evaluations and saves"
+    return f"{subject} {duration(seconds)}{price}, {others} not counted"
 
 
 def pass_lines(plan: StepPlan, costs: StepCost, device: Device, rows: Mapping[str, int]) -> list[str]:
@@ -105,16 +109,15 @@ def pass_lines(plan: StepPlan, costs: StepCost, device: Device, rows: Mapping[st
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
     """The plan's prediction beside the measured peak and the median step; [] on a CPU.
 
-    step_seconds: at least one, without the first step's.
+    step_seconds: without the first step's; none where other work, as sampling, is within them.
     """
     if device.name == "cpu":
         return []
-    seconds = statistics.median(step_seconds)
-    predicted, measured = forecast.peak_bytes / 1e9, peak_bytes / 1e9
-    return [
-        f"plan: peak {predicted:.2f} GB predicted, {measured:.2f} measured; {forecast.tokens_per_second:,.0f} tokens/s "
-        f"predicted, {forecast.tokens / seconds:,.0f} measured"
-    ]
+    line = f"plan: peak {forecast.peak_bytes / 1e9:.2f} GB predicted, {peak_bytes / 1e9:.2f} measured"
+    if step_seconds:
+        measured = forecast.tokens / statistics.median(step_seconds)
+        line += f"; {forecast.tokens_per_second:,.0f} tokens/s predicted, {measured:,.0f} measured"
+    return [line]
 
 
 def memory_plan(
