@@ -66,10 +66,24 @@ def test_sampler_and_training_forward_agree_in_every_bit(data):
         )
     )
     form = dict(slots=data.draw(st.sampled_from([1, 3, 4])), prefill_tokens=data.draw(st.sampled_from([2048, 100])))
+    form |= dict(free_bytes=data.draw(st.sampled_from([None, 1e12])))
+    form |= dict(most_converted=data.draw(st.sampled_from([None, 1])))
     model = model_of(kind, dtype, load_in)
     with Sampler(model, length=400, exact=True, **form) as sampler:
         rows = sorted(sampler.run(prompts, new, eos_token_ids=(), **settings), key=lambda row: row.index)
     trained = training_logprobs(model, prompts, [row.ids for row in rows], new, exact=True)
+    assert [np.float32(row.logprobs).tolist() for row in rows] == [np.float32(row).tolist() for row in trained]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("dense", "bfloat16"), ("dense", "float32"), ("experts", "bfloat16")])
+def test_weights_that_are_converted_once_change_no_bit(kind, dtype, monkeypatch):
+    """For a row alone, too; of experts the adapters are padded, as where Mosaic's kernels multiply by them."""
+    monkeypatch.setattr("jaxtune.models.generation.converted.pads_adapters", lambda *call: True)
+    model, prompts = model_of(kind, dtype, "nf4"), [[1, 2, 3], [7] * 70]
+    with Sampler(model, 1, 128, exact=True, free_bytes=1e12) as sampler:
+        assert sampler.plan.converted_layers == len(model.layers)
+        rows = sorted(sampler.run(prompts, 8, temperature=1.0, eos_token_ids=()), key=lambda row: row.index)
+    trained = training_logprobs(model, prompts, [row.ids for row in rows], 8, exact=True)
     assert [np.float32(row.logprobs).tolist() for row in rows] == [np.float32(row).tolist() for row in trained]
 
 

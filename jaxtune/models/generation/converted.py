@@ -31,7 +31,7 @@ from jaxtune.pallas.grouped_matmul import padded_adapter, pads_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
 
-LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded weights
+_LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,13 @@ class Convertible:
         sums = [0, *itertools.accumulate(self.layers)]
         count = max((count for count, size in enumerate(sums) if size <= room), default=0)
         return (count, sums[count]) if sums[count] else (0, 0)
+
+
+def least_rows(exact: bool) -> int:
+    """The fewest rows of a step for which layers are converted. exact: as of Sampler; no kernel multiplies by codes in
+    one order, so that each step decodes them.
+    """
+    return 1 if exact else _LEAST_ROWS
 
 
 @functools.lru_cache(32)
