@@ -492,7 +492,7 @@ def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
         used = weights.structure.model(weights.leaves)
         pairs = [(m.lora, own.lora) for (_, m), (_, own) in zip(experts_of(used), experts_of(model), strict=True)]
         for lora, own in pairs:
-            assert (lora.rank, own.rank, lora.scale) == (64, 4, own.scale)
+            assert (lora.rank, lora.unpadded, own.rank, own.unpadded, lora.scale) == (64, 4, 4, None, own.scale)
             np.testing.assert_array_equal(lora.b[...][..., :4], own.b[...])
             assert not np.any(lora.a[...][:, 4:])
         found.append([row.ids for row in sampler.run(prompts, 8, eos_token_ids=())])

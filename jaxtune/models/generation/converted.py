@@ -232,14 +232,14 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
     for matrix in itertools.chain(*_adapted(model)[:layers]):
         lora, dtype = matrix.lora, matrix.compute or model.dtype
         assert lora is not None
-        scale = lora.scale
+        scale, rank = lora.scale, lora.rank
         for name, axis in (("a", 1), ("b", 2)):
             side = getattr(lora, name)
             value = side.get_value()
             form.adapters.append((index_of[id(value)], axis, dtype))
             padded = jax.eval_shape(lambda a, axis=axis, dtype=dtype: padded_adapter(a, axis, dtype), value)
             setattr(lora, name, side.replace(new_mark(padded.shape, dtype)))
-        lora.alpha, lora.rslora = scale * lora.rank, False  # which leaves the scale as it is
+        lora.alpha, lora.rslora, lora.unpadded = scale * lora.rank, False, rank  # the scale is as it was
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     indices = [index_of[id(leaf)] for leaf in leaves]
