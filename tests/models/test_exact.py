@@ -22,6 +22,7 @@ from jaxtune.models.generation.differences import differences
 from jaxtune.models.generation.exactness import refusal, require_exact
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas.formats import Stored
 
 pytestmark = pytest.mark.usefixtures("compiled_in_full")
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, attention_scale=0.25)
@@ -66,8 +67,6 @@ def test_sampler_and_training_forward_agree_in_every_bit(data):
         )
     )
     form = dict(slots=data.draw(st.sampled_from([1, 3, 4])), prefill_tokens=data.draw(st.sampled_from([2048, 100])))
-    form |= dict(free_bytes=data.draw(st.sampled_from([None, 1e12])))
-    form |= dict(most_converted=data.draw(st.sampled_from([None, 1])))
     model = model_of(kind, dtype, load_in)
     with Sampler(model, length=400, exact=True, **form) as sampler:
         rows = sorted(sampler.run(prompts, new, eos_token_ids=(), **settings), key=lambda row: row.index)
@@ -82,6 +81,9 @@ def test_weights_that_are_converted_once_change_no_bit(kind, dtype, monkeypatch)
     model, prompts = model_of(kind, dtype, "nf4"), [[1, 2, 3], [7] * 70]
     with Sampler(model, 1, 128, exact=True, free_bytes=1e12) as sampler:
         assert sampler.plan.converted_layers == len(model.layers)
+        weights = sampler._model.weights
+        layers = weights.structure.model(weights.leaves).layers
+        assert not any(isinstance(m.stored_weight, Stored) for layer in layers for *_, m in layer.matrices())
         rows = sorted(sampler.run(prompts, 8, temperature=1.0, eos_token_ids=()), key=lambda row: row.index)
     trained = training_logprobs(model, prompts, [row.ids for row in rows], 8, exact=True)
     assert [np.float32(row.logprobs).tolist() for row in rows] == [np.float32(row).tolist() for row in trained]

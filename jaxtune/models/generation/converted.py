@@ -1,8 +1,9 @@
 """Weights that a sampler converts once instead of in each step, for as many leading layers as memory allows.
 
-It decodes quantised linears, and casts and pads adapters of experts; FP8 products, QAT and quantised experts stay. A
-step of some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that decodes reaches. A
-layer's linears are all decoded, because a step has the fewest kernels then.
+It decodes quantised linears and experts, and casts and pads adapters of experts; FP8 products and QAT stay. A step of
+some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that decodes reaches. A layer's
+matrices are all decoded, because a step has the fewest kernels then. No bit changes within one_order.exact: any product
+decodes to these numbers, and zeros of padded ranks add nothing.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def convertible_of(
     return Convertible.of(shaped(structure, shapes), prefill_tokens, most)
 
 
-def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
-    """For each layer, the linears whose quantised weight a product would decode, without experts."""
-    layers = [[matrix for *_, matrix in layer.matrices() if not matrix.num_experts] for layer in model.layers]
+def _quantised(model: Decoder) -> list[list[tuple[Linear | ExpertLinear, Stored]]]:
+    """For each layer, the matrices whose quantised weight a product would decode."""
+    layers = [[matrix for *_, matrix in layer.matrices()] for layer in model.layers]
     if model.per_layer is not None:
         layers[-1].append(model.per_layer.projection)
     return [
