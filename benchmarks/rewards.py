@@ -17,8 +17,8 @@ sampler's and the trainer's log-probabilities.
     _nf4                 reward of every step, the largest mismatch, and exact match before and after
     8b_over_2, 8b_one,   answers of 256 tokens, 64 a GPU: weights divided over two GPUs (the allocators held to 14 GB),
     8b_data_2            on one GPU, and whole on each of two; run only if they are named
-    8b_256, 8b_256_exact answers of 256 tokens, 20 steps as usual and 60 with `exact`, and _nf4, 30b_256 (20 steps
-                         each): `seconds` so far after each step; run only if they are named
+    8b_256, 8b_256_exact answers of 256 tokens, 20 steps as usual and 60 with `exact`, and _nf4, 30b_256, 30b_256_nf4
+                         (20 steps each): `seconds` so far after each step; run only if they are named
     tiny                 all of this in seconds, to check the script; runs only if it is named
 """
 
@@ -79,13 +79,16 @@ OVER = {
     "8b_data_2": Case("llama-3.1-8b", answer=256, length=3712, prompts=16, data=2),
 }
 _SHORT = Case("llama-3.1-8b", answer=256, length=3712, steps=21)
+_LARGE = dataclasses.replace(_SHORT, shape="qwen3-30b-a3b", optim="adamw_8bit")
 EXACT = {
     "8b_256_exact": dataclasses.replace(_SHORT, steps=61, exact=True),
     "8b_256": _SHORT,
     "8b_256_nf4_exact": dataclasses.replace(_SHORT, load_in="nf4", exact=True),
     "8b_256_nf4": dataclasses.replace(_SHORT, load_in="nf4"),
-    "30b_256_exact": dataclasses.replace(_SHORT, shape="qwen3-30b-a3b", optim="adamw_8bit", exact=True),
-    "30b_256": dataclasses.replace(_SHORT, shape="qwen3-30b-a3b", optim="adamw_8bit"),
+    "30b_256_exact": dataclasses.replace(_LARGE, exact=True),
+    "30b_256": _LARGE,
+    "30b_256_nf4_exact": dataclasses.replace(_LARGE, load_in="nf4", exact=True),
+    "30b_256_nf4": dataclasses.replace(_LARGE, load_in="nf4"),
 }
 _WHOLE = STEPS | OVER | EXACT
 CURVES = {

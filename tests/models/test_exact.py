@@ -22,6 +22,7 @@ from jaxtune.models.generation.differences import differences
 from jaxtune.models.generation.exactness import refusal, require_exact
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas.formats import Stored
 
 pytestmark = pytest.mark.usefixtures("compiled_in_full")
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, attention_scale=0.25)
@@ -70,6 +71,21 @@ def test_sampler_and_training_forward_agree_in_every_bit(data):
     with Sampler(model, length=400, exact=True, **form) as sampler:
         rows = sorted(sampler.run(prompts, new, eos_token_ids=(), **settings), key=lambda row: row.index)
     trained = training_logprobs(model, prompts, [row.ids for row in rows], new, exact=True)
+    assert [np.float32(row.logprobs).tolist() for row in rows] == [np.float32(row).tolist() for row in trained]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("dense", "bfloat16"), ("dense", "float32"), ("experts", "bfloat16")])
+def test_weights_that_are_converted_once_change_no_bit(kind, dtype, monkeypatch):
+    """For a row alone, too; of experts the adapters are padded, as where Mosaic's kernels multiply by them."""
+    monkeypatch.setattr("jaxtune.models.generation.converted.pads_adapters", lambda *call: True)
+    model, prompts = model_of(kind, dtype, "nf4"), [[1, 2, 3], [7] * 70]
+    with Sampler(model, 1, 128, exact=True, free_bytes=1e12) as sampler:
+        assert sampler.plan.converted_layers == len(model.layers)
+        weights = sampler._model.weights
+        layers = weights.structure.model(weights.leaves).layers
+        assert not any(isinstance(m.stored_weight, Stored) for layer in layers for *_, m in layer.matrices())
+        rows = sorted(sampler.run(prompts, 8, temperature=1.0, eos_token_ids=()), key=lambda row: row.index)
+    trained = training_logprobs(model, prompts, [row.ids for row in rows], 8, exact=True)
     assert [np.float32(row.logprobs).tolist() for row in rows] == [np.float32(row).tolist() for row in trained]
 
 

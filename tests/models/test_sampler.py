@@ -435,6 +435,8 @@ def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monk
     assert (sampler.plan.converted_layers, sampler.plan.converted_bytes) == (decodes, sum(found.layers[:decodes]))
     assert f"layers converted once: {decodes}, 0.00 GB" in str(sampler.plan)
     assert not Sampler(models[0], slots=16, length=64).plan.converted_bytes, "few rows are multiplied by codes"
+    exact = Sampler(models[0], slots=1, length=64, exact=True)
+    assert exact.plan.converted_layers == count, "but none in one order"
     assert not Sampler(models[0], slots=17, length=64, deterministic=True).plan.converted_bytes
     assert not Sampler(models[0], slots=17, length=64, most_converted=0).plan.converted_bytes
     per_layer = len(weights) // count
@@ -490,7 +492,7 @@ def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
         used = weights.structure.model(weights.leaves)
         pairs = [(m.lora, own.lora) for (_, m), (_, own) in zip(experts_of(used), experts_of(model), strict=True)]
         for lora, own in pairs:
-            assert (lora.rank, own.rank, lora.scale) == (64, 4, own.scale)
+            assert (lora.rank, lora.unpadded, own.rank, own.unpadded, lora.scale) == (64, 4, 4, None, own.scale)
             np.testing.assert_array_equal(lora.b[...][..., :4], own.b[...])
             assert not np.any(lora.a[...][:, 4:])
         found.append([row.ids for row in sampler.run(prompts, 8, eos_token_ids=())])

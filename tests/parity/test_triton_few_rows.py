@@ -360,6 +360,25 @@ def test_adapters_are_part_of_the_experts_products(which, rank, dtype):
     assert not which[1] or np.linalg.norm(parts - plain) > 0.1 * np.linalg.norm(plain)
 
 
+@pytest.mark.parametrize("rank", [3, 16])
+def test_padding_of_experts_adapters_is_not_read(rank):
+    tokens, k, experts = 17, 3, 5
+    choice, (x, gate_up, down, weights) = choice_of("spread", tokens, k, experts), experts_case(tokens, k, experts)
+    found = []
+    for padding in (0, 64 - rank):
+        loras = [adapters_of(matrices, rank) for matrices in (gate_up, down)]
+        if padding:
+            a = [jnp.pad(lora.a, ((0, 0), (0, padding), (0, 0)), constant_values=jnp.nan) for lora in loras]
+            b = [jnp.pad(lora.b, ((0, 0), (0, 0), (0, padding)), constant_values=jnp.nan) for lora in loras]
+            loras = [GroupedLora(*sides, 0.7, rank) for sides in zip(a, b, strict=True)]
+        with interpreted(HOPPER):
+            assert experts_have_kernels(x, (gate_up, down), k, "silu", (loras[0], loras[1]))
+            h = experts_gated(x, gate_up, choice, weights, "silu", loras[0])
+            found.append((h, experts_down(h, down, choice, loras[1])))
+    for unpadded, padded in zip(*found, strict=True):
+        np.testing.assert_array_equal(unpadded, padded)
+
+
 def test_the_reference_is_each_pair_by_itself():
     tokens, k, experts = 7, 3, 5
     choice, (x, gate_up, down, weights) = choice_of("idle", tokens, k, experts), experts_case(tokens, k, experts)

@@ -44,20 +44,22 @@ def test_products(rows, columns, out, rank):
     np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2e-3, atol=2e-2)
 
 
-def test_few_rows_round_a_product_and_its_adapter_as_many_do():
+@pytest.mark.parametrize(("out", "tile_rows"), [(128, 64), (128 * 132, 128)])
+def test_few_rows_round_a_product_and_its_adapter_as_many_do(out, tile_rows):
     """Of whole numbers, whose sums are exact, so that a rounding in another place shows."""
     from jaxtune.pallas.decode.few_rows import triton as few
 
     draw = np.random.default_rng(0)
     x, weight, a, b = (
-        jnp.asarray(draw.integers(-40, 41, shape), jnp.float16) for shape in ((5, 256), (128, 256), (4, 256), (128, 4))
+        jnp.asarray(draw.integers(-40, 41, shape), jnp.float16) for shape in ((5, 256), (out, 256), (4, 256), (out, 4))
     )
     lora = LoraWeights(a, b, None, 0.3)
+    assert few.product_tile(x, [weight], [lora]).rows == tile_rows
     inner = one_order.adapted(x, a)
     inner = (inner.astype(jnp.float32) * 0.3).astype(jnp.float16)
     want = one_order.adapted(x, weight, (inner, b))
     got = few.products(x, [weight], [lora])
-    assert got.shape == (1, 5, 128)
+    assert got.shape == (1, 5, out)
     np.testing.assert_array_equal(got[0], want)
 
 

@@ -557,6 +557,7 @@ def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monk
     assert sampling.sampler(model, prompts).plan.converted_layers == 2 and sampling.most_converted is None
     assert slots_for(model, 1e12, 32, 18).converted_layers == 2
     assert not slots_for(model, 1e12, 32, 18, converts=False).converted_layers
+    assert [slots_for(model, 1e12, 32, 16, exact=exact).converted_layers for exact in (True, False)] == [2, 0]
     for decodes in (1, 0):
         source.limit_slots(dataclasses.replace(slots_for(model, 1e12, 32, 18), converted_layers=decodes))
         plan = sampling.sampler(model, prompts).plan

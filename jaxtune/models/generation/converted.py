@@ -1,8 +1,9 @@
 """Weights that a sampler converts once instead of in each step, for as many leading layers as memory allows.
 
-It decodes quantised linears, and casts and pads adapters of experts; FP8 products, QAT and quantised experts stay. A
-step of some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that decodes reaches. A
-layer's linears are all decoded, because a step has the fewest kernels then.
+It decodes quantised linears and experts, and casts and pads adapters of experts; FP8 products and QAT stay. A step of
+some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that decodes reaches. A layer's
+matrices are all decoded, because a step has the fewest kernels then. No bit changes within one_order.exact: any product
+decodes to these numbers, and zeros of padded ranks add nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxtune.pallas.grouped_matmul import padded_adapter, pads_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
 
-LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded weights
+_LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,13 @@ class Convertible:
         return (count, sums[count]) if sums[count] else (0, 0)
 
 
+def least_rows(exact: bool) -> int:
+    """The fewest rows of a step for which layers are converted. exact: as of Sampler; no kernel multiplies by codes in
+    one order, so that each step decodes them.
+    """
+    return 1 if exact else _LEAST_ROWS
+
+
 @functools.lru_cache(32)
 def convertible_of(
     structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], prefill_tokens: int, most: int | None
@@ -80,9 +88,9 @@ def convertible_of(
     return Convertible.of(shaped(structure, shapes), prefill_tokens, most)
 
 
-def _quantised(model: Decoder) -> list[list[tuple[Linear, Stored]]]:
-    """For each layer, the linears whose quantised weight a product would decode, without experts."""
-    layers = [[matrix for *_, matrix in layer.matrices() if not matrix.num_experts] for layer in model.layers]
+def _quantised(model: Decoder) -> list[list[tuple[Linear | ExpertLinear, Stored]]]:
+    """For each layer, the matrices whose quantised weight a product would decode."""
+    layers = [[matrix for *_, matrix in layer.matrices()] for layer in model.layers]
     if model.per_layer is not None:
         layers[-1].append(model.per_layer.projection)
     return [
@@ -225,14 +233,14 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
     for matrix in itertools.chain(*_adapted(model)[:layers]):
         lora, dtype = matrix.lora, matrix.compute or model.dtype
         assert lora is not None
-        scale = lora.scale
+        scale, rank = lora.scale, lora.rank
         for name, axis in (("a", 1), ("b", 2)):
             side = getattr(lora, name)
             value = side.get_value()
             form.adapters.append((index_of[id(value)], axis, dtype))
             padded = jax.eval_shape(lambda a, axis=axis, dtype=dtype: padded_adapter(a, axis, dtype), value)
             setattr(lora, name, side.replace(new_mark(padded.shape, dtype)))
-        lora.alpha, lora.rslora = scale * lora.rank, False  # which leaves the scale as it is
+        lora.alpha, lora.rslora, lora.unpadded = scale * lora.rank, False, rank  # the scale is as it was
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     indices = [index_of[id(leaf)] for leaf in leaves]

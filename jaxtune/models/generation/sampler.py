@@ -206,7 +206,7 @@ class Sampler:
         room = self._room(memory_share, free_bytes, arriving)
         weights, convertible = self._model.weights, None
         whole = self._division is None or self._division.weights_are_whole
-        if not deterministic and not exact and not arriving and whole:
+        if not deterministic and not arriving and whole:
             convertible = convertible_of(weights.structure, weights.shapes, prefill_tokens, most_converted)
         self.plan: SlotPlan = self._planned(room, slots, length, most_slots, convertible, prefix_bytes or 0)
         if self.plan.converted_layers:
@@ -285,6 +285,7 @@ class Sampler:
             convertible,
             prefix_bytes,
             lambda tokens: picture_bytes(structure, shapes, tokens),
+            self._exact,
         )
         return dataclasses.replace(plan, adapter_bytes=self._model.adapter_bytes)
 

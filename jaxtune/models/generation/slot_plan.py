@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.load_memory import free_bytes
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.converted import LEAST_ROWS, Convertible, convertible_of
+from jaxtune.models.generation.converted import Convertible, convertible_of, least_rows
 from jaxtune.models.generation.structure import Structure, structure_of
 
 SLOTS = 64  # the default number of slots
@@ -85,7 +85,9 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
     return state_bytes + 16 * slots * structure.config.vocab_size
 
 
-def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, converts: bool = True) -> SlotPlan:
+def slots_for(
+    model: Decoder, room_bytes: float, length: int, most_slots: int, converts: bool = True, exact: bool = False
+) -> SlotPlan:
     """The slots of a device with which a sampler would run rows. Raises ValueError if no slot fits or the model has too
     few positions.
 
@@ -94,6 +96,7 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, c
       length: tokens of a row, prompt and answer.
       most_slots: more are not tried.
       converts: whether layers may be converted: not with `deterministic`, nor of divided weights.
+      exact: as of Sampler.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -104,7 +107,8 @@ def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int, c
         return slot_bytes(structure, shapes, slots, tokens)
 
     convertible = convertible_of(structure, shapes, PREFILL_TOKENS, None) if converts else None
-    return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots, convertible)
+    positions = model.config.context_length
+    return plan_slots(bytes_of, positions, room_bytes, None, length, most_slots, convertible, exact=exact)
 
 
 def plan_slots(
@@ -117,9 +121,10 @@ def plan_slots(
     convertible: Convertible | None = None,
     prefix_bytes: int = 0,
     picture_bytes_of: Callable[[int], int] = lambda tokens: 0,
+    exact: bool = False,
 ) -> SlotPlan:
     """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
-    256 tokens, doubled as long as they fit and the model has positions. If enough slots decode (converted.LEAST_ROWS),
+    256 tokens, doubled as long as they fit and the model has positions. If enough slots decode (converted.least_rows),
     as many layers as fit beside them are converted; a planned length leaves room for all if these take at most half of
     the free memory. A planned length also leaves room for `prefix_bytes`, of which a fixed length gets what is left.
 
@@ -132,6 +137,7 @@ def plan_slots(
       prefix_bytes: the most for states of prompts' beginnings.
       picture_bytes_of: tokens of a row -> bytes of its prefill beside its states, if all are of pictures; counted
         unless slots and length are fixed.
+      exact: as of Sampler.
 
     Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
     """
@@ -161,7 +167,7 @@ def plan_slots(
         rest = all_room - plan.bytes - plan.converted_bytes - plan.picture_bytes
         return dataclasses.replace(plan, prefix_bytes=int(min(prefix_bytes, max(rest, 0))))
 
-    if room_bytes is None or convertible is None or plan.slots < LEAST_ROWS:
+    if room_bytes is None or convertible is None or plan.slots < least_rows(exact):
         return with_prefixes(plan)
     # A program that packs prompts keeps states for up to twice the tokens that it prefills.
     prefilled = plan.bytes / plan.slots * max(1.0, 2 * convertible.prefill_tokens / plan.length)

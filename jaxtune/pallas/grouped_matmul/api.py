@@ -58,6 +58,8 @@ class GroupedLora:
     b: jax.Array  # [E, out, r]; cast to the dtype of the rows on use
     # the factor of the addition: alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
+    # ranks that are not zeros of padded_adapter, whose others a kernel need not read; None: all
+    unpadded: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,6 +75,8 @@ class SampledRows:
     """Rows on all devices; None: any number at a time."""
     most: int
     """On a device at a time."""
+    exact: bool = False
+    """As of Sampler."""
 
     def on(self, sharing: Sharing) -> int:
         """The most slots of each device."""

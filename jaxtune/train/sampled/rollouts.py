@@ -148,6 +148,7 @@ class SampledAnswers(BatchSource):
             length if answering.changes_prompts else longest + settings.max_completion_length,
             answers_per_step * settings.steps_per_generation if answering.one_row_a_prompt else None,
             settings.slots,
+            settings.exact,
         )
         self._generation: tuple[int, list[Answer]] | None = None
         self._made: tuple[int, Batch] | None = None

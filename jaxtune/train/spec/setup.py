@@ -140,7 +140,8 @@ def slots_between(
     """
     room = budget_bytes - costs.fixed_bytes(plan.micro_batches) - prefill_bytes(costs, device)
     sharing = Sharing.of(model)
-    return slots_for(model, room, rows.length, rows.on(sharing), converts and sharing.weights_are_whole)
+    converts &= sharing.weights_are_whole
+    return slots_for(model, room, rows.length, rows.on(sharing), converts, rows.exact)
 
 
 def profile_facts(

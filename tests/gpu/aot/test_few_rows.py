@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, one_order
 from jaxtune.pallas.decode.few_rows import (
     added_norm,
     attended,
@@ -44,6 +44,17 @@ def test_products_fit_a_hopper_gpu(rows, tmp_path):
 def test_products_with_adapters_fit_a_hopper_gpu(rows, rank, gated, tmp_path):
     calls = calls_of(rows, rank, gated=gated)
     assert [(settings["RANK"], settings["GATED"]) for *_, settings in calls] == [(rank, gated)] * 3
+    assert_fit(calls, tmp_path)
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(1, 16), (64, 16), (64, 64), (128, 64)])
+def test_wide_products_with_adapters_fit_a_hopper_gpu(rows, rank, tmp_path):
+    """Of gate and up as one product, in one order."""
+    weight = array(INNER, HIDDEN)
+    lora = LoraWeights(jnp.zeros((rank, HIDDEN), jnp.bfloat16), jnp.zeros((INNER, rank), jnp.bfloat16))
+    with dispatch.compile_for((9, 0)), one_order.exact(), recorded_calls() as calls:
+        jax.eval_shape(lambda x, gate, up: products(x, [gate, up], [lora] * 2), array(rows, HIDDEN), weight, weight)
+    assert [settings["ROWS"] for *_, settings in calls] == [128]
     assert_fit(calls, tmp_path)
 
 
@@ -123,9 +134,9 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("rank", [None, 16, 64])
+@pytest.mark.parametrize(("rank", "unpadded"), [(None, None), (16, None), (64, None), (64, 16)])
 @pytest.mark.parametrize("case", EXPERTS)
-def test_products_with_experts_fit_a_hopper_gpu(case, rank, tmp_path):
+def test_products_with_experts_fit_a_hopper_gpu(case, rank, unpadded, tmp_path):
     """In half of a multiprocessor's shared memory, so that two programs share it; with adapters and without."""
     count, k, experts, hidden, inner, at_once = EXPERTS[case]
 
@@ -133,7 +144,8 @@ def test_products_with_experts_fit_a_hopper_gpu(case, rank, tmp_path):
         if rank is None:
             return None
         _, rows, columns = matrices.shape
-        return GroupedLora(jnp.zeros((experts, rank, columns), matrices.dtype), jnp.zeros((experts, rows, rank)), 2.0)
+        a = jnp.zeros((experts, rank, columns), matrices.dtype)
+        return GroupedLora(a, jnp.zeros((experts, rows, rank)), 2.0, unpadded)
 
     def run(x, gate_up, down, choice, weights):
         return experts_down(experts_gated(x, gate_up, choice, weights, "silu", lora(gate_up)), down, choice, lora(down))

@@ -4,6 +4,8 @@ multiplies every token by every expert: ask `experts_have_kernels` first. TypeEr
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -37,13 +39,18 @@ def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> Grou
     if lora is None:
         return None
     (experts, rows, columns), rank = matrices.shape, lora.a.shape[1]
-    a = normal_array(3, experts, rank, columns, dtype=dtype)
-    return GroupedLora(a, 0.1 * normal_array(4, experts, rows, rank, dtype=dtype), lora.scale)
+    exists = jnp.arange(rank) < (lora.unpadded or rank)
+    a = jnp.where(exists[:, None], normal_array(3, experts, rank, columns, dtype=dtype), 0)
+    b = jnp.where(exists, 0.1 * normal_array(4, experts, rows, rank, dtype=dtype), 0)
+    return dataclasses.replace(lora, a=a, b=b)
 
 
 def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None) -> str:
     text = f"{dtype}, {few_sizes.padded(count)} rows, {choices} of {len(weight)} experts"
-    return text if lora is None else f"{text}, adapters of rank {lora.a.shape[1]}"
+    if lora is None:
+        return text
+    padding = f" of {lora.a.shape[1]}" if lora.unpadded else ""
+    return f"{text}, adapters of rank {lora.unpadded or lora.a.shape[1]}{padding}"
 
 
 def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:

@@ -29,6 +29,7 @@ def expert_kernel(
     STAGES: tl.constexpr,
     RANK: tl.constexpr,
     A_RANK: tl.constexpr,
+    READ_RANK: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     """Products of tokens with the matrices of the experts that they chose. Grid: (SIZE / ROWS, EXPERTS + 1).
@@ -46,7 +47,8 @@ def expert_kernel(
         each matrix W; A x, and then SCALE A x, is rounded to x's dtype. None if RANK is 0.
       TOKENS, PLACES: COUNT and CHOICES as powers of two, TOKENS at least 16.
       SLOTS: tokens multiplied at once; the matrix is read again for each further SLOTS.
-      RANK: 0 or 64, the rows that a warp group multiplies; those from A_RANK on are 0.
+      READ_RANK: A's rows and B's columns that are read; others are 0.
+      RANK: 0 or 64, the rows that a warp group multiplies; those from READ_RANK on are 0.
       DEPTH, STAGES: columns that are multiplied in a step, and steps in flight.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -74,7 +76,7 @@ def expert_kernel(
             ranks = tl.arange(0, RANK)
             thin_lines = a + expert64 * (A_RANK * INNER) + ranks[:, None] * INNER
             b_pointers = b + expert64 * (SIDES * SIZE * A_RANK) + rows[:, None] * A_RANK + ranks[None, :]
-            exists = ranks < A_RANK
+            exists = ranks < READ_RANK
         for first in range(0, count, SLOTS):
             slots = first + tl.arange(0, SLOTS)
             in_slot = (member > 0)[:, None] & (number[:, None] == slots[None, :])

@@ -56,8 +56,9 @@ _FAR_AHEAD = Tile(64, 128, 4, 8)
 # Of products of more than 128 rows of x, which are bound by what multiprocessors read from the L2 cache: a program of
 # 128 x 128 reads less than one of 64 x 256. And of those whose weights such tiles do not divide.
 _MANY, _MANY_UNEVEN = Tile(128, 64, 8, 6, 128), Tile(64, 64, 4, 4)
-# Of products with adapters of more than 64 rows of x: larger tiles read and multiply by A half as often.
-_ADAPTED = Tile(128, 64, 8, 6)
+# Of products with adapters of more than 64 rows of x, and of fewer if such tiles occupy all multiprocessors: larger
+# tiles read and multiply by A half as often.
+_ADAPTED, _ADAPTED_WIDE = Tile(128, 64, 8, 6), Tile(128, 64, 4, 4)
 # Of up to 128 rows of x and columns that are no multiple of 128, such as hidden sizes of 576 and 960.
 _SHALLOW = Tile(64, 64, 4, 6)
 # From so many columns on an odd number of 64s has kernels. XLA multiplies fewer as fast, and nearer to training.
@@ -184,13 +185,14 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
     count, divisible = len(x), all(weight.shape[0] % _MANY.rows == 0 for weight in weights)
     if count > MOST_ROWS:
         return _MANY if divisible else _MANY_UNEVEN
-    if padded(count) > 64 and padded_rank(loras) and divisible:
-        return _ADAPTED
+    width = sum(weight.shape[0] for weight in weights)
+    if padded_rank(loras) and divisible and (padded(count) > 64 or width // _ADAPTED_WIDE.rows >= _MULTIPROCESSORS):
+        return _ADAPTED if padded(count) > 64 else _ADAPTED_WIDE
     if _depth(x.shape[1]) == _SHALLOW.depth:
         return _SHALLOW
     if padded(count) > 64:
         return _PLAIN
-    programs = sum(weight.shape[0] for weight in weights) // _PLAIN.rows
+    programs = width // _PLAIN.rows
     most = _MULTIPROCESSORS if padded(count) == 16 else ENOUGH - 1
     if _undivided(count, loras, programs) and programs <= most:
         return _FAR_AHEAD
