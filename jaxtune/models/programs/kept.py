@@ -8,7 +8,6 @@ executable, and has what the executable does not tell:
     name, kept   the program's name, and the arguments that it reads, by index
     results      shape, dtype and weak type of each result
     outline      how results are nested: an argument's index for a tree like it
-    kernels      settings of Mosaic kernels, which are compiled beside
     checks       of kernels at their first use, which must have passed here
     said         what was said about kernels that are not used
 
@@ -17,7 +16,6 @@ It is JSON, and neither pickled nor code. A program with anything else is traced
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import functools
@@ -115,7 +113,6 @@ class _Fresh:
 
     program: jax.stages.Compiled
     executable: str | None  # JAX's key
-    kernels: list[gpu_kernel.Settings]
     said: list[dispatch.Said]
 
 
@@ -204,7 +201,7 @@ def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch
     with request.context(), ThreadPoolExecutor(8, "kernels") as pool, keys_asked() as keys:
         gpu_kernel.compile_beside(kernels, device, pool)
         program = compiled(lowered, request.options)
-    return _Fresh(program, keys[-1] if keys else None, kernels, said)
+    return _Fresh(program, keys[-1] if keys else None, said)
 
 
 class Function:
@@ -428,7 +425,6 @@ def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> Non
         outline = _outline(nested, [jax.tree.structure(argument) for argument in request.arguments])
     except described.Undescribed:
         return
-    kernels = [{name: _to_json(value) for name, value in kernel.items()} for kernel in fresh.kernels]
     entry = {
         "executable": fresh.executable,
         "devices": [device.id for device in request.devices],
@@ -436,7 +432,6 @@ def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> Non
         "kept": sorted(unloaded.kept_var_idx),
         "results": [[aval.shape, str(aval.dtype), aval.weak_type] for aval in unloaded.output_avals],
         "outline": outline,
-        "kernels": kernels,
         "checks": checks,
         "said": fresh.said,
     }
@@ -539,10 +534,6 @@ def _nested(outline, arguments: Sequence):
     if kind == "dict":
         return {name: _nested(item, arguments) for name, item in items.items()}
     return {"list": list, "tuple": tuple}[kind](_nested(item, arguments) for item in items)
-
-
-def _to_json(value: bytes | int | bool) -> object:
-    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
 def _local(devices: Sequence):
