@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -36,6 +37,7 @@ def begin(runs_code: bool) -> None:
         no_torch.forbid()
 
     def load() -> None:
+        importlib.import_module("jax")  # first: the devices, which start beside this, need no more of Python's lock
         with _imported() as transformers:
             _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
 
