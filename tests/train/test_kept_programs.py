@@ -319,7 +319,7 @@ def test_whatever_decides_a_program_is_in_its_key(a, b):
     [
         lambda patch: jax.default_matmul_precision("highest"),
         lambda patch: jax.numpy_dtype_promotion("strict"),
-        lambda patch: patch.setattr(surroundings, "sources", lambda: "others"),
+        lambda patch: patch.setattr(surroundings.sources, "digest", lambda: "others"),
         lambda patch: patch.setattr(kept_programs.dispatch, "_target", (9, 0)),
         lambda patch: patch.setattr(surroundings, "_versions", lambda: ("jax 0.1",)),
         lambda patch: patch.setattr(surroundings.tuning, "state", lambda: ({"attention": {"rows": 1}}, {})),

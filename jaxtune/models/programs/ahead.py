@@ -36,6 +36,7 @@ _THREADS = 4  # that load
 # Of XLA, with its entry, as `kept` describes it, and a list of its devices.
 Executable = collections.namedtuple("Executable", "entry loaded devices")
 
+
 @dataclasses.dataclass
 class _Process:
     record: str | None = None  # its name

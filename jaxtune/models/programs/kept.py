@@ -37,10 +37,10 @@ from jaxtune.models.placement import partition
 from jaxtune.models.programs import ahead, described, surroundings
 from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.system import processes, timing, waiting
+from jaxtune.system import processes, sources, timing, waiting
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import config, core, pxla
-from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources_are_loaded
+from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def cache_of_programs() -> ProgramCache | None:
         if (where := described.replaced(package)) is not None:
             logger.info("programs are traced, as a function in %s is not of %s", where, package)
             return None
-    if not sources_are_loaded():
+    if not sources.are_loaded():
         logger.info("programs are traced, as files of jaxtune changed since this process began")
         return None
     return cache
@@ -379,6 +379,8 @@ def result_shapes(function: Callable, *arguments):
             logger.warning("kept shapes are not used: %s: %s; tracing anew", type(error).__name__, error)
     shapes = jax.eval_shape(function, *arguments)
     leaves, structure = jax.tree.flatten(shapes)
+    if not sources.are_unchanged():
+        return shapes
     with contextlib.suppress(described.Undescribed, OSError):
         outline = _outline(jax.tree.unflatten(structure, range(len(leaves))), structures)
         results = [(leaf.shape, str(leaf.dtype), leaf.weak_type) for leaf in leaves]
@@ -412,11 +414,13 @@ def _shapes_key(function: Callable, arguments: tuple) -> str | None:
 
 
 def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> None:
-    """Writes an entry, unless the program has what no entry holds."""
+    """Writes an entry, unless the program has what no entry holds, or files of jaxtune have changed meanwhile."""
     unloaded = getattr(fresh.program._executable, "_unloaded_executable")  # noqa: B009 - of a subclass
     with_more = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.keepalive, unloaded.host_callbacks)
     checks = dispatch.passed()
     if fresh.executable is None or checks is None or any(with_more) or unloaded.mut or fresh.program._params.const_args:
+        return
+    if not sources.are_unchanged():
         return
     if any(jnp.dtype(str(aval.dtype)) != aval.dtype for aval in unloaded.output_avals):
         return

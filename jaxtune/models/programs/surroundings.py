@@ -14,8 +14,8 @@ import jax
 
 from jaxtune.models.programs import described
 from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
+from jaxtune.system import sources
 from jaxtune.system.private_jax import xla_client
-from jaxtune.system.program_cache import sources
 
 _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
 _OF_ALLOCATOR = ("XLA_PYTHON_CLIENT_", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
@@ -35,7 +35,7 @@ def of_start(devices: Sequence) -> tuple:
     platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
     variables = {name: value for name, value in sorted(os.environ.items()) if _decides(name)}
     flags = [word for word in sys.argv if word.startswith("--xla")]
-    return platform, sources(), _versions(), variables, flags
+    return platform, sources.digest(), _versions(), variables, flags
 
 
 def _decides(variable: str) -> bool:
