@@ -23,7 +23,7 @@ def test_the_driver_is_woken_where_its_gpus_may_be_used(monkeypatch, platforms, 
             if not has_driver:
                 raise OSError(f"{name}: cannot open shared object file")
 
-        def cuInit(self, flags: int) -> int:  # noqa: N802 - NVIDIA's name
+        def cuInit(self, flags: int) -> int:
             calls.append(flags)
             return 100
 

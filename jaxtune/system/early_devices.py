@@ -24,7 +24,7 @@ def begin(then: Callable[[], object]) -> None:
 
 
 def _wake() -> None:
-    """Initialises NVIDIA's driver beside the import of JAX: where no process keeps the GPUs up, it takes two seconds."""
+    """Initialises NVIDIA's driver beside the import of JAX: two seconds where no process keeps the GPUs up."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower().split(",")
     if {"", "cuda", "gpu"} & {*platforms}:
         with timing.phase("devices", "driver"):
