@@ -36,7 +36,7 @@ from jaxtune.commands import (
     watch,
 )
 from jaxtune.system import ending, interrupts, invocation, processes, progress, terminal, timing, turns
-from jaxtune.system.heap import collect_seldom
+from jaxtune.system.heap import collect_seldom, rest_while_importing
 from jaxtune.system.terminal import say
 
 USER_ERROR = 2
@@ -73,6 +73,7 @@ def process(words: Sequence[str] = ()) -> None:
     words = [*words, *sys.argv[1:]]
     invocation.note_command(words)
     turns.take_often()
+    rest_while_importing()
     codes: list[int] = []
     atexit.register(ending.end_now, codes)  # the first one is called last
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtune.pallas.format_names import LOAD_IN
-from jaxtune.system import early_devices, invocation, terminal, timing
+from jaxtune.system import early_devices, early_import, invocation, sources, terminal, timing
 from jaxtune.system.terminal import say
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def begin_devices(*about: str) -> None:
     """Begins to start the devices in a thread, and then to load the programs that the command needed the last time with
     the same `about`: its model or recipe.
     """
+
+    early_import.begin(sources.digest)
 
     def programs() -> None:
         from jaxtune.models.programs import ahead

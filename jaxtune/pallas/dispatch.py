@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxtune.pallas import versions
-from jaxtune.system import timing, waiting
+from jaxtune.system import sources, timing, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -275,18 +275,9 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 def _pass(op: str, name: str, call: str) -> Path:
     """The empty file that a pass leaves, named by a hash of the call, the GPU, kernels' source and versions."""
     device = jax.local_devices()[0]
-    made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
+    made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), sources.digest("pallas"))
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
     return Path(root) / "first_uses" / hashlib.sha256("\n".join((op, name, call, *made_with)).encode()).hexdigest()
-
-
-@functools.cache
-def _sources() -> str:
-    """SHA-256 of all Python files of jaxtune/pallas."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:

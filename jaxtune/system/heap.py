@@ -8,6 +8,25 @@ import gc
 # Python freezes some hundred objects of its own when it starts; a caller who freezes has frozen far more.
 _FROZEN_BY_PYTHON = 2_000
 _depth = 0  # how many contexts have been entered and not left
+_rests = False
+_frozen = 0  # objects that `imported` froze
+
+
+def rest_while_importing() -> None:
+    """No garbage collection until `imported`, in a process that runs nothing else: what modules make stays."""
+    global _rests
+    _rests = gc.isenabled()
+    gc.disable()
+
+
+def imported() -> None:
+    """Ends `rest_while_importing`; collections skip what there is by now. Does nothing without it."""
+    global _rests, _frozen
+    if _rests:
+        _rests = False
+        gc.freeze()
+        _frozen = gc.get_freeze_count()
+        gc.enable()
 
 
 def collect_seldom() -> None:
@@ -29,7 +48,7 @@ def frozen_heap():
     _depth += 1
     try:
         # The number of frozen objects is looked at last: Python counts them one by one.
-        if _depth > 1 or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
+        if _depth > 1 or gc.get_freeze_count() > _frozen + _FROZEN_BY_PYTHON:
             yield
             return
         gc.collect()

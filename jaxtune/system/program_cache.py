@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import hashlib
 import importlib
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from jaxtune.system import early_import, timing
+from jaxtune.system import early_import, sources, timing
 from jaxtune.system.disk import note_use, remove_oldest
 from jaxtune.system.files import atomic_write, remove_temporary
 from jaxtune.system.private_jax import CacheInterface, compilation_cache, lib
@@ -43,7 +41,7 @@ def use_program_cache() -> None:
     anything compiles. JAX's environment variables win.
     """
     timing.follow_jax()
-    early_import.begin(sources)  # a key needs it, and hundreds of files take a second on a slow disk
+    early_import.begin(sources.digest)  # a key needs it
     _name_mosaic_library()
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
@@ -96,21 +94,6 @@ def keys_asked() -> Iterator[list[str]]:
         yield keys
     finally:
         _asked.reset(token)
-
-
-@functools.cache
-def sources() -> str:
-    """SHA-256 of all Python files of jaxtune: other code compiles to other programs."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def sources_are_loaded() -> bool:
-    """Whether no file of jaxtune has changed since this process began, so that it runs what `sources` is of."""
-    began = time.time() - (time.monotonic() - timing.process_start())
-    return all(path.stat().st_mtime < began for path in Path(__file__).parents[1].rglob("*.py"))
 
 
 class ProgramCache(CacheInterface):

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from jaxtune.system import heap
+
 ELSE = "else"
 # {phase: words}, in the order of the table.
 PHASES = {
@@ -307,6 +309,7 @@ def recording(began: float) -> Iterator[None]:
 
 def imported() -> None:
     """The end of the imports with which a command or a script begins."""
+    heap.imported()
     if _recorder is not None:
         _recorder.pop(_recorder.innermost("import"))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,56 @@ def test_another_installation_has_another_cache(change, installation, tmp_path, 
         )
     second = transformers_import._cache_of_names()
     assert second not in (None, first) if change in ("RECORD", "place") else second is None
+
+
+_OLD_TRANSFORMERS = """
+import importlib.metadata
+
+FOUND = importlib.metadata.packages_distributions()
+
+
+def define_import_structure(module_path, prefix=None):
+    return {}
+"""
+_ASKS = """
+import sys
+from importlib import metadata
+from jaxtune.models.files import transformers_import
+
+real, read = metadata.packages_distributions, []
+sys.addaudithook(lambda event, facts: read.append(facts[0]) if event == "open" and "RECORD" in str(facts[0]) else None)
+with transformers_import.names_kept():
+    from transformers.utils.import_utils import FOUND
+assert metadata.packages_distributions is real
+for name in sys.argv[1:]:
+    print(FOUND[name], sum("transformers-1.dist" not in str(file) for file in read) > 5)
+print("no such package" in FOUND, len(FOUND) == len(real()), list(FOUND) == list(real()))
+"""
+
+
+def test_no_distribution_is_searched_for_packages_of_its_name(installation):
+    """transformers asks at its import; before 5.23 for each file of all distributions whether it exists."""
+    folder = installation.parent / "transformers"
+    (folder / "utils").mkdir()
+    (folder / "utils" / "__init__.py").touch()
+    (folder / "utils" / "import_utils.py").write_text(_OLD_TRANSFORMERS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)])}
+    command = [sys.executable, "-c", _ASKS, "numpy", "huggingface_hub", "jinja2", "yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "['numpy'] False",
+        "['huggingface_hub'] False",
+        "['jinja2'] False",
+        f"{metadata.packages_distributions()['yaml']} True",
+        "False True True",
+    ]
+
+
+def test_a_package_has_the_version_that_the_whole_list_gives():
+    listed = metadata.packages_distributions()
+    at_need = transformers_import._Distributions(lambda: listed)
+    for package, distributions in listed.items():
+        if package.isidentifier() and importlib.util.find_spec(package) is not None:
+            first = next((name for name in (package.replace("_", "-"), package) if name in distributions), None)
+            assert metadata.version(at_need[package][0]) == metadata.version(first or distributions[0]), package

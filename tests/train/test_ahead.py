@@ -195,7 +195,7 @@ ENVIRONMENTS = {
     "command": lambda patch: patch.setattr(invocation, "_words", ["chat"]),
     "flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"),
     "jaxlib": lambda patch: patch.setattr(ahead.surroundings, "_versions", lambda: ("jaxlib 0.1",)),
-    "code": lambda patch: patch.setattr(ahead.surroundings, "sources", lambda: "others"),
+    "code": lambda patch: patch.setattr(ahead.surroundings.sources, "digest", lambda: "others"),
     "devices": lambda patch: patch.setattr(jax, "local_devices", lambda: jax.devices()[:2]),
 }
 

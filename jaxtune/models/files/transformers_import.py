@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,7 @@ def begin(runs_code: bool) -> None:
         no_torch.forbid()
 
     def load() -> None:
+        importlib.import_module("jax")  # first: the devices, which start beside this, need no more of Python's lock
         with _imported() as transformers:
             _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
 
@@ -67,13 +69,14 @@ def _imported() -> Iterator[ModuleType]:
 
 @contextlib.contextmanager
 def names_kept() -> Iterator[None]:
-    """A context in which importing transformers takes the names of its models' modules from a cache. Without, it reads
-    each of these modules (3,300 files). Does nothing once it is imported.
+    """A context in which importing transformers takes the names of its models' modules from a cache, and looks for a
+    package's distribution when it needs one. Without, it reads each of these modules (3,300 files), and before 5.23
+    asks for each file of all distributions whether it exists. Does nothing once it is imported.
     """
-    if _LOOKS in sys.modules or (path := _cache_of_names()) is None:
+    if _LOOKS in sys.modules:
         yield
         return
-    finder = _Finder(path)
+    finder = _Finder(_cache_of_names())
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -100,9 +103,11 @@ def _cache_of_names() -> Path | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module that looks for names as Python does, and gives it a function that looks in a cache first."""
+    """Finds the module that looks for names and packages as Python does, and gives it what takes less time. path: of
+    the cache of names; None: there is none.
+    """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | None):
         self._path = path
 
     def find_spec(
@@ -113,12 +118,43 @@ class _Finder(importlib.abc.MetaPathFinder):
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                run(module)
-                look = getattr(module, _LOOK)
-                setattr(module, _LOOK, _through_cache(look, self._path))
+                with _distributions_at_need():
+                    run(module)
+                if self._path is not None:
+                    setattr(module, _LOOK, _through_cache(getattr(module, _LOOK), self._path))
 
             spec.loader.exec_module = exec_module
         return spec
+
+
+class _Distributions(Mapping[str, list[str]]):
+    """importlib.metadata.packages_distributions(), asked for once a package has no distribution of its name."""
+
+    def __init__(self, find: Callable[[], Mapping[str, list[str]]]):
+        self._all = functools.cache(find)
+
+    def __getitem__(self, package: str) -> list[str]:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(package)
+            return [package]
+        return self._all()[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
+@contextlib.contextmanager
+def _distributions_at_need() -> Iterator[None]:
+    """A context in which importlib.metadata.packages_distributions() returns _Distributions."""
+    find = metadata.packages_distributions
+    metadata.packages_distributions = lambda: _Distributions(find)
+    try:
+        yield
+    finally:
+        metadata.packages_distributions = find
 
 
 type Names = dict[frozenset[str], dict[str, set[str]]]  # {packages that they need: {module: names}}

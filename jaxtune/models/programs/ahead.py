@@ -5,7 +5,6 @@ needs, it tells later by their keys.
 
 from __future__ import annotations
 
-import base64
 import collections
 import contextlib
 import dataclasses
@@ -17,12 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 
 import jax
 
 from jaxtune.models.programs import surroundings
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch
 from jaxtune.system import early_import, invocation, processes, timing
 from jaxtune.system.private_jax import compilation_cache, xla_client
 from jaxtune.system.program_cache import ProgramCache, in_use
@@ -36,8 +35,6 @@ _THREADS = 4  # that load
 
 # Of XLA, with its entry, as `kept` describes it, and a list of its devices.
 Executable = collections.namedtuple("Executable", "entry loaded devices")
-
-_kernels = ThreadPoolExecutor(8, "kernels")
 
 
 @dataclasses.dataclass
@@ -109,21 +106,9 @@ def load(entry: Mapping, cache: ProgramCache, devices: Sequence) -> Executable |
         return None
     if (compressed := cache.get(entry["executable"])) is None:
         return None
-    device = next(device for device in devices if device.process_index == jax.process_index())
-    kernels = [{name: _setting(value) for name, value in kernel.items()} for kernel in entry["kernels"]]
-    compiling = gpu_kernel.compile_beside(kernels, device, _kernels)
-    try:
-        serialized, _ = compilation_cache.extract_executable_and_time(
-            compilation_cache.decompress_executable(compressed)
-        )
-        placed = xla_client.DeviceList(tuple(devices))
-        return Executable(entry, device.client.deserialize_executable(serialized, placed), placed)
-    finally:
-        wait(compiling)
-
-
-def _setting(value: Mapping[str, str] | int | bool) -> bytes | int | bool:
-    return base64.b64decode(value["base64"]) if isinstance(value, Mapping) else value
+    serialized, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(compressed))
+    placed = xla_client.DeviceList(tuple(devices))
+    return Executable(entry, devices[0].client.deserialize_executable(serialized, placed), placed)
 
 
 def take(key: str, devices: Sequence) -> Executable | None:

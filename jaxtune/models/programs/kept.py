@@ -8,7 +8,6 @@ executable, and has what the executable does not tell:
     name, kept   the program's name, and the arguments that it reads, by index
     results      shape, dtype and weak type of each result
     outline      how results are nested: an argument's index for a tree like it
-    kernels      settings of Mosaic kernels, which are compiled beside
     checks       of kernels at their first use, which must have passed here
     said         what was said about kernels that are not used
 
@@ -17,7 +16,6 @@ It is JSON, and neither pickled nor code. A program with anything else is traced
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import functools
@@ -39,10 +37,10 @@ from jaxtune.models.placement import partition
 from jaxtune.models.programs import ahead, described, surroundings
 from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch, gpu_kernel
-from jaxtune.system import processes, timing, waiting
+from jaxtune.system import processes, sources, timing, waiting
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import config, core, pxla
-from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, sources_are_loaded
+from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +113,6 @@ class _Fresh:
 
     program: jax.stages.Compiled
     executable: str | None  # JAX's key
-    kernels: list[gpu_kernel.Settings]
     said: list[dispatch.Said]
 
 
@@ -158,7 +155,7 @@ def cache_of_programs() -> ProgramCache | None:
         if (where := described.replaced(package)) is not None:
             logger.info("programs are traced, as a function in %s is not of %s", where, package)
             return None
-    if not sources_are_loaded():
+    if not sources.are_loaded():
         logger.info("programs are traced, as files of jaxtune changed since this process began")
         return None
     return cache
@@ -204,7 +201,7 @@ def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch
     with request.context(), ThreadPoolExecutor(8, "kernels") as pool, keys_asked() as keys:
         gpu_kernel.compile_beside(kernels, device, pool)
         program = compiled(lowered, request.options)
-    return _Fresh(program, keys[-1] if keys else None, kernels, said)
+    return _Fresh(program, keys[-1] if keys else None, said)
 
 
 class Function:
@@ -382,6 +379,8 @@ def result_shapes(function: Callable, *arguments):
             logger.warning("kept shapes are not used: %s: %s; tracing anew", type(error).__name__, error)
     shapes = jax.eval_shape(function, *arguments)
     leaves, structure = jax.tree.flatten(shapes)
+    if not sources.are_unchanged():
+        return shapes
     with contextlib.suppress(described.Undescribed, OSError):
         outline = _outline(jax.tree.unflatten(structure, range(len(leaves))), structures)
         results = [(leaf.shape, str(leaf.dtype), leaf.weak_type) for leaf in leaves]
@@ -415,11 +414,13 @@ def _shapes_key(function: Callable, arguments: tuple) -> str | None:
 
 
 def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> None:
-    """Writes an entry, unless the program has what no entry holds."""
+    """Writes an entry, unless the program has what no entry holds, or files of jaxtune have changed meanwhile."""
     unloaded = getattr(fresh.program._executable, "_unloaded_executable")  # noqa: B009 - of a subclass
     with_more = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.keepalive, unloaded.host_callbacks)
     checks = dispatch.passed()
     if fresh.executable is None or checks is None or any(with_more) or unloaded.mut or fresh.program._params.const_args:
+        return
+    if not sources.are_unchanged():
         return
     if any(jnp.dtype(str(aval.dtype)) != aval.dtype for aval in unloaded.output_avals):
         return
@@ -428,7 +429,6 @@ def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> Non
         outline = _outline(nested, [jax.tree.structure(argument) for argument in request.arguments])
     except described.Undescribed:
         return
-    kernels = [{name: _to_json(value) for name, value in kernel.items()} for kernel in fresh.kernels]
     entry = {
         "executable": fresh.executable,
         "devices": [device.id for device in request.devices],
@@ -436,7 +436,6 @@ def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> Non
         "kept": sorted(unloaded.kept_var_idx),
         "results": [[aval.shape, str(aval.dtype), aval.weak_type] for aval in unloaded.output_avals],
         "outline": outline,
-        "kernels": kernels,
         "checks": checks,
         "said": fresh.said,
     }
@@ -539,10 +538,6 @@ def _nested(outline, arguments: Sequence):
     if kind == "dict":
         return {name: _nested(item, arguments) for name, item in items.items()}
     return {"list": list, "tuple": tuple}[kind](_nested(item, arguments) for item in items)
-
-
-def _to_json(value: bytes | int | bool) -> object:
-    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
 def _local(devices: Sequence):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -13,11 +14,13 @@ import jax
 
 from jaxtune.models.programs import described
 from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
+from jaxtune.system import sources
 from jaxtune.system.private_jax import xla_client
-from jaxtune.system.program_cache import sources
 
 _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
-_OF_ALLOCATOR = "XLA_PYTHON_CLIENT_"
+_OF_ALLOCATOR = ("XLA_PYTHON_CLIENT_", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+# Places that Mosaic names when it is imported, which a start does at its first use; what is there, versions tell.
+_OF_MOSAIC = re.compile("MOSAIC_GPU_.*(_PATH|_ROOT)")
 
 
 def of(devices: Sequence) -> tuple:
@@ -32,12 +35,13 @@ def of_start(devices: Sequence) -> tuple:
     platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
     variables = {name: value for name, value in sorted(os.environ.items()) if _decides(name)}
     flags = [word for word in sys.argv if word.startswith("--xla")]
-    return platform, sources(), _versions(), variables, flags
+    return platform, sources.digest(), _versions(), variables, flags
 
 
 def _decides(variable: str) -> bool:
     """Whether programs may depend on an environment variable."""
-    return variable.startswith(_OF_COMPILERS) and "CACHE" not in variable and not variable.startswith(_OF_ALLOCATOR)
+    told_otherwise = "CACHE" in variable or variable.startswith(_OF_ALLOCATOR) or _OF_MOSAIC.fullmatch(variable)
+    return variable.startswith(_OF_COMPILERS) and not told_otherwise
 
 
 def _topology(devices: Sequence) -> int | None:

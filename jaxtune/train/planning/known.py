@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxtune.system import processes
-from jaxtune.system.program_cache import ProgramCache, in_use, sources
+from jaxtune.system import processes, sources
+from jaxtune.system.program_cache import ProgramCache, in_use
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.search import Failed
 
@@ -27,7 +27,7 @@ class KnownFailures:
     def __init__(self, facts: Any):
         self._cache = _cache()
         device = jax.local_devices()[0]
-        made_with = (device.device_kind, device.client.platform_version, jax.__version__, sources())
+        made_with = (device.device_kind, device.client.platform_version, jax.__version__, sources.digest())
         text = json.dumps([facts, made_with], sort_keys=True, default=str)
         self._key = f"plans-{hashlib.sha256(text.encode()).hexdigest()}"
         self._found: list[dict[str, Any]] = processes.of_first(self._read)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.models.programs.ahead import _setting
-from jaxtune.models.programs.kept import _to_json
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import gated_backward
 from tests.gpu.aot.target import H200
@@ -66,10 +63,7 @@ def test_kernels_compiled_beside_a_program_are_not_compiled_in_it(monkeypatch, c
         program = jax.jit(call).lower(array, array, array)
     with ThreadPoolExecutor(2) as pool:
         kernels = gpu_kernel.kernels_of(program)
-        as_kept = json.loads(json.dumps([{name: _to_json(value) for name, value in it.items()} for it in kernels]))
-        read = [{name: _setting(value) for name, value in kernel.items()} for kernel in as_kept]
-        assert read == kernels and [*map(type, read[0].values())] == [*map(type, kernels[0].values())]
-        begun = gpu_kernel.compile_beside(read, H200.sharding().device_set.pop(), pool)
+        begun = gpu_kernel.compile_beside(kernels, H200.sharding().device_set.pop(), pool)
         assert [future.result() for future in begun] == [None, None]
     beside = "".join(capfd.readouterr())
     text = program.compile().as_text()
