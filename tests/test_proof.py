@@ -75,8 +75,8 @@ def series_of(mismatch: float, seconds: float) -> dict[str, list]:
     rows |= {f"{rewards.MISMATCH}/mean": [mismatch / 2] * 40, f"{rewards.MISMATCH}/max": [0.0] * 39 + [mismatch]}
     times = {"step": seconds, "sampling": seconds / 4, "update": seconds / 2}
     rows |= {f"{name}_seconds": [99.0] * 3 + [value] * 37 for name, value in times.items()}
-    rows["eval_answers/exact_match"] = [0.1, 0.3]
-    return {name: [[step, value] for step, value in enumerate(values)] for name, values in rows.items()}
+    rows["eval_answers/exact_number"] = [0.1, 0.3]
+    return {name: [[step, value] for step, value in enumerate(values, 1)] for name, values in rows.items()}
 
 
 def test_runs_train_in_turns(tmp_path):

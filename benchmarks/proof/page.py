@@ -229,7 +229,7 @@ def exact(record: Record, images: Path, name: str) -> str:
     """The curves of runs with `objective.exact` and without, and what it cost."""
     lines = [
         "| run | sampled tokens | mismatch, mean and largest | reward of ten steps, first and last "
-        "| held-out exact match, before and after | s a step, sampling and update of it |",
+        "| held-out numbers that are right, before and after | s a step, sampling and update of it |",
         "|---|---|---|---|---|---|",
     ]
     drawn = {}
@@ -239,7 +239,7 @@ def exact(record: Record, images: Path, name: str) -> str:
         values = [value for _, value in record["runs"][run]["series"]["reward"]]
         drawn[run] = list(enumerate(smooth(values), 1))
         first, last = (sum(part) / len(part) for part in (values[:10], values[-10:]))
-        match = " and ".join(f"{value:.3f}" for value in each.get("eval_answers/exact_match", ())) or "-"
+        match = " and ".join(f"{value:.3f}" for value in each.get("eval_answers/exact_number", ())) or "-"
         seconds = [each.get(f"{name}_seconds") for name in ("step", "sampling", "update")]
         step, *parts = ("-" if value is None else f"{value:.3f}" for value in seconds)
         lines.append(

@@ -89,15 +89,16 @@ def run_exact(model: str, output: Path, steps: int, seconds: float, seeds: int) 
     """Curves with and without `objective.exact`, which start beside each other and train in turns."""
     until = time.time() + seconds
     output.mkdir(parents=True, exist_ok=True)
-    own = [*common(model, output, steps, 2, f"{REWARD},exact_match"), "checkpoint.every_minutes=null"]
+    own = [*common(model, output, steps, 2, f"{REWARD},exact_number"), "checkpoint.every_minutes=null"]
     runs = [
         Run(f"{name}_{seed}", (*overrides, "precision=bf16", "optim.learning_rate=3e-4", f"seed={seed}"))
         for seed in range(seeds)
         for name, overrides in EXACT.items()
     ]
     found = train_all(runs, own, output, len(EXACT), until - 5, {TURNS: str(output / "turns.lock")})
-    record = {"steps": steps, "runs": found, "beside": {name: figures(run) for name, run in found.items()}}
-    print(json.dumps(record["beside"], indent=1))
+    beside = {run.name: figures(found[run.name]) for run in runs if run.name in found}
+    record = {"steps": steps, "runs": found, "beside": beside}
+    print(json.dumps(beside, indent=1))
     save(output, "rewards_exact", record)
 
 
@@ -111,9 +112,9 @@ def figures(run: Mapping[str, Any]) -> dict[str, Any]:
         if values := [value for _, value in series.get(f"{MISMATCH}/{name}", ())]:
             found[f"{name}_mismatch"] = over(values)
     for name in ("step", "sampling", "update"):
-        if values := [value for _, value in series.get(f"{name}_seconds", ())[_SETTLED:]]:
+        if values := [value for step, value in series.get(f"{name}_seconds", ()) if step > _SETTLED]:
             found[f"{name}_seconds"] = statistics.median(values)
-    for key in ("eval_answers/correct", "eval_answers/exact_match"):
+    for key in ("eval_answers/correct", "eval_answers/exact_number"):
         if values := series.get(key):
             found[key] = [values[0][1], values[-1][1]]
     return found

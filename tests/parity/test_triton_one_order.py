@@ -132,16 +132,16 @@ def test_log_probabilities_depend_neither_on_rows_nor_on_what_follows_the_vocabu
     np.testing.assert_array_equal(one, got[4:5, 1:2])
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(
-    lengths=st.lists(st.integers(1, 130), min_size=1, max_size=5),
+    lengths=st.lists(st.integers(1, 130), min_size=1, max_size=3),
     ahead=st.integers(0, 70),
-    heads=st.sampled_from([(3, 1), (6, 2), (2, 2), (9, 3), (20, 1)]),
+    heads=st.sampled_from([(3, 1), (2, 2), (4, 2)]),
     dim=st.sampled_from([64, 128]),
     limits=st.booleans(),
 )
-@example(lengths=[5, 65, 1, 129, 50], ahead=0, heads=(4, 2), dim=64, limits=True)
-@example(lengths=[97, 63], ahead=3, heads=(6, 2), dim=64, limits=False)
+@example(lengths=[5, 65, 1, 129], ahead=0, heads=(3, 1), dim=64, limits=True)
+@example(lengths=[70], ahead=3, heads=(18, 1), dim=64, limits=False)
 def test_attention_of_a_document_has_the_same_bits_wherever_it_begins(lengths, ahead, heads, dim, limits):
     """Packed behind others, alone in a row, in a decoding step and in a chunk; any number of queries to a key's."""
     heads, kv_heads = heads
