@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.peers import sft, table
-from benchmarks.proof import arithmetic, curves, formats, page, work
+from benchmarks.proof import arithmetic, curves, formats, page, recorded, rewards, work
 from benchmarks.proof.work import ROOT
 
 _WHERE = {"device": "NVIDIA H100", "versions": {"jax": "0.11.2"}, "commit": "abcdef0123"}
@@ -41,9 +44,17 @@ def test_the_page_has_what_the_records_have(tmp_path):
     resumed = {"same_bits": True, "killed_after": 7}
     reward = {**_WHERE, "steps": 40, "runs": {"bf16_0": {"series": series}}, "resumed": resumed}
     (records / "rewards.json").write_text(json.dumps(reward))
+    exact = {"exit": 0, "series": series_of(0.0, 0.5)}
+    usual = {"exit": -9, "series": series_of(0.25, 0.4)}
+    runs = {"exact_0": exact, "usual_0": usual}
+    beside = {name: rewards.figures(run) for name, run in runs.items()}
+    (records / "rewards_exact.json").write_text(json.dumps({**_WHERE, "steps": 40, "runs": runs, "beside": beside}))
     assert page.main(records, docs, peers) == 0
     text = (docs / "proof.md").read_text()
     for said in (
+        "| exact_0 | 25,600 | 0, 0 | 0.090, 0.690 | 0.100 and 0.300 | 0.500, 0.125 and 0.250 |",
+        "| usual_0 | 25,600 | 0.12, 0.25 |",
+        "takes 1.25 of the time of one without. Stopped by the clock: usual_0.",
         "| fp32 | 30 | 0.0012 |",
         "| fp32, 100 | 0.99870 | 0.99999 | 0.91000 |",
         "attention: cudnn",
@@ -56,6 +67,37 @@ def test_the_page_has_what_the_records_have(tmp_path):
     before = (docs / "images/proof_curves.svg").read_bytes()
     page.main(records, docs, peers)
     assert (docs / "images/proof_curves.svg").read_bytes() == before
+
+
+def series_of(mismatch: float, seconds: float) -> dict[str, list]:
+    """Of a run of rewards of 40 steps, whose first three took longer."""
+    rows = {"reward": [step / 50 for step in range(40)], "answers": [64.0] * 40, "completions/mean_length": [10.0] * 40}
+    rows |= {f"{rewards.MISMATCH}/mean": [mismatch / 2] * 40, f"{rewards.MISMATCH}/max": [0.0] * 39 + [mismatch]}
+    times = {"step": seconds, "sampling": seconds / 4, "update": seconds / 2}
+    rows |= {f"{name}_seconds": [99.0] * 3 + [value] * 37 for name, value in times.items()}
+    rows["eval_answers/exact_number"] = [0.1, 0.3]
+    return {name: [[step, value] for step, value in enumerate(values, 1)] for name, values in rows.items()}
+
+
+def test_runs_train_in_turns(tmp_path):
+    """The second one's first step is done while the first one trains, its second step not."""
+    file, events = tmp_path / "lock", []
+    moments = [MagicMock(wait=lambda name=name: events.append(name)) for name in "ab"]
+    first, second = (recorded.Turn(str(file)) for _ in moments)
+    first.between(moments[0])
+    waits = threading.Thread(target=second.between, args=(moments[1],))
+    waits.start()
+    first.between(moments[0])
+    waits.join(0.3)
+    assert waits.is_alive() and events == ["a", "b"]
+    os.close(first.lock)
+    waits.join(5)
+    assert not waits.is_alive() and events == ["a", "b"]
+    os.close(second.lock)
+
+
+def test_a_run_without_steps_has_no_figures():
+    assert rewards.figures({"exit": 1}) == {"steps": 0, "sampled_tokens": 0}
 
 
 def test_losses_are_paired_by_seed():

@@ -3,7 +3,7 @@
     python -m benchmarks.proof curves     --model M --rows GSM8K --output DIR [--steps 1000] [--precisions fp32,bf16]
     python -m benchmarks.proof formats    --model M --rows GSM8K --output DIR [--steps 1000] [--seeds 3] [--names A,B]
     python -m benchmarks.proof ranks      --model M --rows GSM8K --output DIR [--steps 300]
-    python -m benchmarks.proof rewards    --model M --output DIR [--steps 200] [--rates]
+    python -m benchmarks.proof rewards    --model M --output DIR [--steps 200] [--rates | --exact]
     python -m benchmarks.proof preference --model M --rows PAIRS.jsonl --output DIR [--steps 100]
     python -m benchmarks.proof page       # docs/proof.md and its pictures, from benchmarks/results/proof
 
@@ -35,6 +35,7 @@ def main() -> int:
         "--names", default="", help="formats, separated by commas; default: those without a map of modules"
     )
     parser.add_argument("--rates", action="store_true", help="rewards: three rates at ranks 1, 8 and 64")
+    parser.add_argument("--exact", action="store_true", help="rewards: with objective.exact and without")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.experiment == "page":
@@ -73,6 +74,8 @@ def _run(options: argparse.Namespace) -> None:
             formats.run_formats(model, options.rows, output, steps, seconds, options.seeds, beside, names)
         case "ranks":
             formats.run_ranks(model, options.rows, output, options.steps or 300, seconds, options.at_once)
+        case "rewards" if options.exact:
+            rewards.run_exact(model, output, options.steps or 60, seconds, options.seeds)
         case "rewards":
             steps, beside = options.steps or 200, options.at_once
             rewards.run(model, output, steps, seconds, beside, options.seeds, options.rates)

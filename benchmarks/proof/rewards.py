@@ -1,4 +1,5 @@
-"""GRPO on arithmetic with a checker: curves in bf16, fp16 and over NF4, and a run that is killed and resumed."""
+"""GRPO on arithmetic with a checker: curves in bf16, fp16 and over NF4, and a run that is killed and resumed; curves
+with `objective.exact` and without."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.proof import arithmetic
+from benchmarks.proof.recorded import TURNS
 from benchmarks.proof.work import Run, read_rows, save, start, train_all, write_rows
 
 PRECISIONS: dict[str, tuple[str, ...]] = {
@@ -21,14 +25,17 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "nf4": ("precision=bf16", "model.load_in=nf4"),
 }
 RATES = (3e-5, 1e-4, 3e-4)
+EXACT: dict[str, tuple[str, ...]] = {"exact": ("objective.exact=true",), "usual": ()}
+REWARD = f"{Path(arithmetic.__file__)}:correct"
+MISMATCH = "sampling/sampling_logp_difference"
 _RESUMED_SECONDS = 170  # of three starts, one of which compiles
+_SETTLED = 3  # steps that are not timed: what they wait for is no part of others
 
 
-def common(model: str, output: Path, steps: int) -> list[str]:
-    """Overrides of all runs, whose rows are written into `output`."""
+def common(model: str, output: Path, steps: int, evaluations: int = 4, measures: str = "rewards") -> list[str]:
+    """Overrides of all runs, whose rows are written into `output`. measures: of answers to held-out rows."""
     write_rows(output / "train.jsonl", arithmetic.rows(2000, 0))
     write_rows(output / "eval.jsonl", arithmetic.rows(256, 1))
-    reward = f"{Path(arithmetic.__file__)}:correct"
     return [
         f"model.path={model}",
         f"data.train={output / 'train.jsonl'}",
@@ -36,17 +43,17 @@ def common(model: str, output: Path, steps: int) -> list[str]:
         "data.length=256",
         "data.num_workers=2",
         "objective.name=grpo",
-        f"objective.reward_funcs=[{reward}]",
+        f"objective.reward_funcs=[{REWARD}]",
         "objective.num_generations=8",
         "objective.max_completion_length=24",
         f"steps={steps}",
         "rows_per_step=64",
         "schedule.name=constant",
-        "evaluation.generate=[rewards]",
+        f"evaluation.generate=[{measures}]",
         "evaluation.generate_rows=256",
         "evaluation.max_new_tokens=24",
         "evaluation.at_start=true",
-        f"evaluation.every_steps={max(1, steps // 4)}",
+        f"evaluation.every_steps={max(1, steps // evaluations)}",
         "export.merged=false",
     ]
 
@@ -76,6 +83,41 @@ def run(model: str, output: Path, steps: int, seconds: float, at_once: int, seed
         record["resumed"] = resumed(own, output, min(steps, 12), until)
         print(json.dumps(record["resumed"]))
         save(output, name, record)
+
+
+def run_exact(model: str, output: Path, steps: int, seconds: float, seeds: int) -> None:
+    """Curves with and without `objective.exact`, which start beside each other and train in turns."""
+    until = time.time() + seconds
+    output.mkdir(parents=True, exist_ok=True)
+    own = [*common(model, output, steps, 2, f"{REWARD},exact_number"), "checkpoint.every_minutes=null"]
+    runs = [
+        Run(f"{name}_{seed}", (*overrides, "precision=bf16", "optim.learning_rate=3e-4", f"seed={seed}"))
+        for seed in range(seeds)
+        for name, overrides in EXACT.items()
+    ]
+    found = train_all(runs, own, output, len(EXACT), until - 5, {TURNS: str(output / "turns.lock")})
+    beside = {run.name: figures(found[run.name]) for run in runs if run.name in found}
+    record = {"steps": steps, "runs": found, "beside": beside}
+    print(json.dumps(beside, indent=1))
+    save(output, "rewards_exact", record)
+
+
+def figures(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's sampled tokens, the difference of their log-probabilities in training, and medians of its seconds."""
+    series = run.get("series", {})
+    found: dict[str, Any] = {"steps": len(series.get("reward", ()))}
+    lengths, answers = (series.get(key, ()) for key in ("completions/mean_length", "answers"))
+    found["sampled_tokens"] = round(sum(mean * count for (_, mean), (_, count) in zip(lengths, answers, strict=True)))
+    for name, over in (("mean", statistics.fmean), ("max", max)):
+        if values := [value for _, value in series.get(f"{MISMATCH}/{name}", ())]:
+            found[f"{name}_mismatch"] = over(values)
+    for name in ("step", "sampling", "update"):
+        if values := [value for step, value in series.get(f"{name}_seconds", ()) if step > _SETTLED]:
+            found[f"{name}_seconds"] = statistics.median(values)
+    for key in ("eval_answers/correct", "eval_answers/exact_number"):
+        if values := series.get(key):
+            found[key] = [values[0][1], values[-1][1]]
+    return found
 
 
 def resumed(own: list[str], output: Path, steps: int, until: float) -> dict[str, Any]:

@@ -49,15 +49,23 @@ def conversation(question: str, answer: str) -> list[dict[str, str]]:
 
 
 def train_all(
-    runs: Sequence[Run], common: Sequence[str], output: Path, at_once: int, until: float
+    runs: Sequence[Run],
+    common: Sequence[str],
+    output: Path,
+    at_once: int,
+    until: float,
+    more: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Runs them, `at_once` beside each other on one device, until the clock says `until`: {name: its metrics}; of one
-    that was stopped or failed what it had written. Each is a process; all share a cache of compiled programs."""
+    that was stopped or failed what it had written. Each is a process; all share a cache of compiled programs.
+
+    more: environment variables of the processes, such as recorded.TURNS.
+    """
     waiting, running, found = list(runs), {}, {}
     while waiting or running:
         while waiting and len(running) < at_once and time.time() < until:
             run = waiting.pop(0)
-            running[run.name] = (run, start(run, common, output, at_once))
+            running[run.name] = (run, start(run, common, output, at_once, more))
         if time.time() >= until:
             waiting.clear()
             for _, process in running.values():
@@ -71,7 +79,9 @@ def train_all(
     return found
 
 
-def start(run: Run, common: Sequence[str], output: Path, at_once: int = 1) -> subprocess.Popen:
+def start(
+    run: Run, common: Sequence[str], output: Path, at_once: int = 1, more: Mapping[str, str] | None = None
+) -> subprocess.Popen:
     """Starts a run; its folder and what it prints are beside each other in `output`."""
     share = f"{0.9 / at_once:.2f}"
     command = [sys.executable, "-m", "benchmarks.proof.recorded", "lora-0.5b", *common, *run.overrides]
@@ -79,7 +89,7 @@ def start(run: Run, common: Sequence[str], output: Path, at_once: int = 1) -> su
         return subprocess.Popen(
             [*command, f"output={output / run.name}"],
             cwd=ROOT,
-            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": share, **os.environ, "PYTHONPATH": path()},
+            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": share, **os.environ, **(more or {}), "PYTHONPATH": path()},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from triton_interpreter import interpreted
 
 from jaxtune.pallas import dispatch, gpu_kernel, one_order
@@ -132,16 +134,28 @@ def test_log_probabilities_depend_neither_on_rows_nor_on_what_follows_the_vocabu
     np.testing.assert_array_equal(one, got[4:5, 1:2])
 
 
-@pytest.mark.parametrize("starts", [(0, 5, 70, 71, 200), (0, 64, 128), (3, 100, 163)])
-def test_attention_of_a_document_has_the_same_bits_wherever_it_begins(starts):
-    """Packed behind others, alone in a row, in a decoding step and in a chunk."""
-    length, heads, kv_heads, dim = 256, 4, 2, 64
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 130), min_size=1, max_size=3),
+    ahead=st.integers(0, 70),
+    heads=st.sampled_from([(3, 1), (2, 2), (4, 2)]),
+    dim=st.sampled_from([64, 128]),
+    limits=st.booleans(),
+)
+@example(lengths=[5, 65, 1, 129], ahead=0, heads=(3, 1), dim=64, limits=True)
+@example(lengths=[70], ahead=3, heads=(18, 1), dim=64, limits=False)
+def test_attention_of_a_document_has_the_same_bits_wherever_it_begins(lengths, ahead, heads, dim, limits):
+    """Packed behind others, alone in a row, in a decoding step and in a chunk; any number of queries to a key's."""
+    heads, kv_heads = heads
+    bounds = [ahead, *(ahead + end for end in itertools.accumulate(lengths))]
+    length = bounds[-1] + 6
     query, key, value = (drawn(n, 1, length, count, dim) for n, count in enumerate((heads, kv_heads, kv_heads)))
-    bounds = [*starts, length - 6]
     segments = np.zeros((1, length), np.int32)
     for number, (start, end) in enumerate(itertools.pairwise(bounds), 1):
         segments[0, start:end] = number
-    options = dict(scale=dim**-0.5, soft_cap=5.0, sinks=jnp.linspace(-1, 1, heads))
+    options: dict = dict(scale=dim**-0.5)
+    if limits:
+        options |= dict(soft_cap=5.0, sinks=jnp.linspace(-1, 1, heads))
     packed, lse = attention_forward(query, key, value, packed_layout((1, length), jnp.asarray(segments)), **options)
     assert not np.asarray(packed)[0, segments[0] == 0].any() and np.isfinite(np.asarray(lse)).all()
     for start, end in itertools.pairwise(bounds):
