@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
 import timeit
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -208,12 +210,13 @@ def test_a_run_in_this_process_adds_up(tmp_path, monkeypatch, capsys):
     assert timing.current() is None  # it ends with the command
 
 
-def lines_of(arguments: list[str], text: str = "") -> list[tuple[float, str]]:
-    """[(seconds since its start, line of stderr)] of the command in a process of its own."""
+def lines_of(arguments: list[str], programs: Path, text: str = "") -> list[tuple[float, str]]:
+    """[(seconds since its start, line of stderr)] of the command in a process of its own, with programs in a folder."""
     began = time.monotonic()
     command = [sys.executable, "-m", "jaxtune", *arguments]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, **pipes) as process:
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         with contextlib.closing(process.stdin):
             process.stdin.write(text)
         lines = [(time.monotonic() - began, line.rstrip("\n")) for line in process.stderr]
@@ -230,7 +233,7 @@ def test_a_command_adds_up(command, tmp_path):
         "chat": [model, "--max-new-tokens", "2"],
         "evaluate": [str(recipe), "adapter=null", "data.eval_rows=0"],
     }[command]
-    lines = lines_of([command, *arguments, "--timing"], "red\n")
+    lines = lines_of([command, *arguments, "--timing"], tmp_path / "programs", "red\n")
     [(seconds, total)] = [(at, line) for at, line in lines if line.startswith("wall clock")]
     assert float(total.split()[-1]) == pytest.approx(seconds, rel=0.05)
     words = [line.split("  ")[0] for _, line in lines]

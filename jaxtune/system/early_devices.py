@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable
 
@@ -10,17 +11,12 @@ from jaxtune.system import early_import, host_memory, timing
 
 
 def begin(then: Callable[[], object]) -> None:
-    """Lets XLA pin host memory, starts the devices, and calls `then` in the same thread. What fails is said to whoever
-    uses them. Not for one of several processes, which must join the others first.
+    """Lets XLA pin host memory, and starts the devices; `then` is called in a thread once they are up. What fails is
+    said to whoever uses them. Not for one of several processes, which must join the others first.
     """
     host_memory.allow_pinned()
-
-    def start() -> None:
-        _start()
-        then()
-
     early_import.begin(_wake)
-    early_import.begin(start)
+    early_import.begin(functools.partial(_start, then))
 
 
 def _wake() -> None:
@@ -31,9 +27,11 @@ def _wake() -> None:
             ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
-def _start() -> None:
+def _start(then: Callable[[], object]) -> None:
     import jax
     import numpy as np
 
     with timing.phase("devices"):
+        jax.local_devices()
+        early_import.begin(then)
         jax.block_until_ready(jax.device_put(np.zeros(1)))  # a first transfer starts more than the devices do
