@@ -113,6 +113,31 @@ def test_kernels_compile_without_spills(kind, rows, tmp_path):
         assert not built.spilled_bytes, built.name
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(72, 24, 64), (32, 8, 128)])
+def test_a_warp_has_whole_rows_of_scores_in_training_as_in_decoding(heads, kv_heads, dim, tmp_path):
+    """Of a row that several warps share, a thread of one has fewer numbers, and they are added in another order."""
+    kinds = {
+        "training": (
+            lambda q, k, s: attention_forward(
+                q, k, k, packed_layout((1, 1024), s[None].astype(jnp.int32), max_documents=9), scale=dim**-0.5
+            )[0],
+            [(1, 1024, heads, dim), (1, 1024, kv_heads, dim), (1024,)],
+        ),
+        "decoding": (
+            lambda q, k, n: decode_attention(q, k, k, n.astype(jnp.int32), scale=dim**-0.5),
+            [(64, heads, dim), (64, kv_heads, 512, dim), (64,)],
+        ),
+    }
+    counts = {}
+    for name, (function, shapes) in kinds.items():
+        with H200.lowering(), one_order.exact(), recorded_calls() as calls:
+            jax.eval_shape(function, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+        [call] = calls
+        ptx = compile_call(call, (9, 0), tmp_path).ptx
+        counts[name] = [len(re.findall(word, ptx)) for word in (r"ex2\.approx", r"fma\.rn\.f32", r"max\.f32")]
+    assert counts["training"] == counts["decoding"] and counts["decoding"][0] > 64
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("load_in", "decodes"), [(None, 0), ("nf4", 0), ("nf4", 2)])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "smollm2-360m"])
