@@ -98,7 +98,7 @@ def _not_measured(layer: Block) -> str | None:
     mlp = layer.parts["mlp"]
     found = {
         f"the activation {mlp.config.activation}": mlp.config.activation != "silu",
-        f"heads of {config.head_dim} numbers": config.head_dim != 128,
+        f"heads of {config.head_dim} numbers": config.head_dim not in (64, 128),
         "sinks": config.attention_sinks,
         "soft caps": config.attention_soft_cap is not None or config.final_soft_cap is not None,
         "biases": any(matrix.bias is not None for matrix in matrices),
