@@ -52,6 +52,7 @@ class Measured(NamedTuple):
     config: TrainConfig
     hf: dict
     blocks: bool  # whether scales are by blocks, as official checkpoints of FP8 have them
+    document_tokens: float | None  # BatchSource.document_tokens; None: of whole rows, or of a file that is not here
 
 
 def _nodes(node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:
@@ -75,7 +76,7 @@ def _options(path: tuple[str, ...], node: dict):
     if node.get("shape") not in SHAPES or node.get("rows") is None or node.get("length") is None:
         return None
     options = step.arguments().parse_args(["--shape", node["shape"], "--rows", str(node["rows"])])
-    for name in ("length", "load_in", "compute", "qat", "scales"):
+    for name in ("length", "load_in", "compute", "qat", "scales", "documents"):
         setattr(options, name, node.get(name) or getattr(options, name))
     options.rank, options.optim = node.get("adapter_rank", 16), node.get("optimizer", "adamw")
     options.objective = node.get("objective") or "sft"
@@ -115,7 +116,7 @@ def measured() -> Iterator[Measured]:
                 continue
             name = " ".join([str(file.relative_to(RESULTS).with_suffix("")), *path])
             if node.get("benchmark") == "streamed":
-                (config, hf, plan, micro), blocks = _streamed(node), False
+                (config, hf, plan, micro), blocks, mean = _streamed(node), False, node["document_tokens"]
                 name = f"{name} {node['shape']}"
             else:
                 options = _options(path, node)
@@ -126,6 +127,11 @@ def measured() -> Iterator[Measured]:
                 ):
                     continue
                 config, hf, blocks = step.train_config(options), SHAPES[options.shape], options.scales == "blocks"
+                mean = (
+                    None
+                    if options.documents not in ("packed", "pairs")
+                    else step.dataset_of(options, 2).rows.document_tokens
+                )
                 plan, micro = node["residuals"], node.get("micro_batches") or options.micro_batches or 1
             places = frozenset(word for word in MOVABLES if node.get(word) in ("host", "device"))
             places |= {"embeddings"} if node.get("benchmark") == "streamed" else set()
@@ -143,6 +149,7 @@ def measured() -> Iterator[Measured]:
                 config,
                 hf,
                 blocks,
+                mean,
             )
 
 
@@ -165,13 +172,17 @@ def _known(plan: str, names: set[str]) -> str | None:
     return None if None in sections else ";".join(section for section in sections if section)
 
 
+def _spec(config: TrainConfig, record: Measured) -> StepSpec:
+    return dataclasses.replace(StepSpec.of(config), document_tokens=record.document_tokens)
+
+
 def forecast_of(record: Measured, models: dict[str, Decoder]) -> Forecast | None:
     """None: its plan has what is not there any more."""
     config = record.config
     key = repr(
         (sorted(record.hf.items(), key=str), record.blocks, config.model, config.adapter, config.precision, config.qat)
     )
-    spec = StepSpec.of(config)
+    spec = _spec(config, record)
     if key not in models:
         models.clear()
         model = abstract_model(config_from_hf(record.hf), spec.model)
@@ -181,7 +192,7 @@ def forecast_of(record: Measured, models: dict[str, Decoder]) -> Forecast | None
     if plan is None:
         return None
     config = dataclasses.replace(config, memory=MemoryConfig(plan=plan), micro_batches=record.micro_batches)
-    spec = StepSpec.of(config)
+    spec = _spec(config, record)
     costs = step_cost(models[key], spec)
     for word, movable in costs.movables.items():
         if not movable.counted and movable.able:

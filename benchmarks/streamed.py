@@ -45,6 +45,22 @@ def write_model(shape: str, load_in: str, folder: Path) -> None:
     save_pretrained(random_model(SHAPES[shape], jax.random.key(0), stored, on_host=True), folder, tokenizer)
 
 
+def document_tokens(rows: Path, model: Path, length: int) -> float:
+    """BatchSource.document_tokens of the rows, on which forecasts depend."""
+    from jaxtune.models.files.model_folder import load_tokenizer
+    from jaxtune.train.config import DataConfig
+    from jaxtune.train.config.objective import ObjectiveConfig
+    from jaxtune.train.objectives.named import objective_of
+
+    data = DataConfig(train=str(rows), length=length, packing=True)
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    prepared = objective_of(ObjectiveConfig()).prepare(
+        str(rows), tokenizer, data, vocab_size=len(tokenizer), max_rows=None
+    )
+    return prepared.rows.document_tokens
+
+
 def run(options: argparse.Namespace, model: Path, log: Path) -> dict[str, Any]:
     recipe: dict[str, Any] = {
         "model": {"path": str(model)} | ({"load_in": options.load_in} if options.load_in != "bf16" else {}),
@@ -115,6 +131,7 @@ def main() -> int:
             subprocess.run(again, check=True, stdout=stream, stderr=subprocess.STDOUT)
         record["model_seconds"] = time.monotonic() - began
         print(f"model's folder in {record['model_seconds']:.0f} s", flush=True)
+    record["document_tokens"] = document_tokens(options.rows, model, options.length)
     record |= run(options, model, log) | {"device_gb": (driver_bytes() or 0) / 1e9}
     write(options.output, record)
     print(json.dumps({key: value for key, value in record.items() if key != "losses"}), flush=True)

@@ -139,10 +139,14 @@ def train_config(options) -> TrainConfig:
     )
 
 
-def make_trainer(options, model) -> Trainer:
-    documents = documents_of(options.documents, options.rows, options.length, model.config.vocab_size)
+def dataset_of(options, vocab_size: int) -> TokenDataset:
+    documents = documents_of(options.documents, options.rows, options.length, vocab_size)
     kind = TokenDataset if options.objective == "sft" else PairDataset
-    return Trainer(model, None, train_config(options), kind(documents, Summary(), options.length), keeps_model=False)
+    return kind(documents, Summary(), options.length)
+
+
+def make_trainer(options, model) -> Trainer:
+    return Trainer(model, None, train_config(options), dataset_of(options, model.config.vocab_size), keeps_model=False)
 
 
 def build(options) -> Trainer:

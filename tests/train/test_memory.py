@@ -43,7 +43,7 @@ from jaxtune.train.config.file import config_to_yaml, load_config
 from jaxtune.train.config.sections import HOSTED_OPTIMIZERS
 from jaxtune.train.planning import choice, devices, fitting, plan_text
 from jaxtune.train.planning.choice import PlanError, choose, smallest_plan
-from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast, head_forecast
 from jaxtune.train.planning.forward import forward_bytes
@@ -365,13 +365,49 @@ def test_a_mixer_is_recomputed_after_experts_that_are_decoded_and_do_not_read_it
 
 
 def test_forecasts_beside_steps_whose_weights_streamed():
-    """benchmarks/results/streamed_once.json: rows of packed short documents, of which attention takes less."""
+    """benchmarks/results/streamed_once.json: rows of packed documents, of which attention takes less."""
     with planned_for("NVIDIA H200"):
         records = [each for each in forecasts_of_records.measured() if each.name.startswith("streamed_once")]
-        assert len(records) == 4
+        assert len(records) == 5
         for record in records:
             row = forecasts_of_records.row_of(record, forecasts_of_records.forecast_of(record, {}))
-            assert 0.95 <= row["speed"] <= 1.0 and 1.0 <= row["memory"] <= 1.02, row
+            assert 0.97 <= row["speed"] <= 1.01 and 1.0 <= row["memory"] <= 1.02, row
+
+
+@given(st.floats(0.0, 3000.0), st.sampled_from(("recompute", "keep", "recompute, layer_input=offload")))
+@settings(max_examples=10, deadline=None)
+def test_shorter_documents_need_less_attention(mean, text):
+    """Time alone, and not below what rows of documents of a tile take; longer than a row there are none."""
+    spec = StepSpec.of(config_8b())
+    model = abstract_model(SHAPE, spec.model)
+
+    def of(document_tokens: float | None):
+        costs = step_cost(model, dataclasses.replace(spec, document_tokens=document_tokens))
+        plan = parse_plan(text, 32, costs.layers.all_residuals)[0]
+        return forecast(costs, StepPlan(plan, 1, 1024), H200)
+
+    tiles, some, rows = of(0.0), of(mean), of(None)
+    assert tiles.step_seconds <= some.step_seconds <= rows.step_seconds == of(2048.0).step_seconds
+    assert 0.9 * rows.step_seconds < tiles.step_seconds < rows.step_seconds
+    assert some.parts == rows.parts and some.host_bytes == rows.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "load_in", "plan", "layers", "measured"),
+    [
+        ("openai/gpt-oss-20b", "mxfp4", "0-18: gate_up=recompute; 19-23: keep", 24, 66.55e-3),
+        ("google/gemma-4-12B-it", "nf4", "0-45: gate=recompute, up=recompute; 46-47: keep", 48, 271.53e-3),
+    ],
+)
+def test_measured_products_that_are_computed_again(model, load_in, plan, layers, measured):
+    """Their scopes in profiles of 8 x 2,048 tokens: commits_8bf988e.json at 82d6ebf1, precision_once.json."""
+    experts = dict(adapter=AdapterConfig(target_parameters=EXPERTS)) if load_in == "mxfp4" else {}
+    config = config_8b(model=ModelConfig(path="a shape", load_in=load_in), **experts)
+    with planned_for("NVIDIA H200"):
+        parts = costs_of(config_from_hf(PUBLISHED[model]), config)
+        residuals = parse_plan(plan, layers, parts.layers.all_residuals)[0]
+        again = forecast(parts, StepPlan(residuals, 1, 1024), H200).recompute_seconds
+    assert again == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.full
@@ -514,9 +550,10 @@ def test_rows_that_others_beat_are_left_out():
 def test_when_nothing_fits_three_settings_that_would(parts_8b):
     config = config_8b(model=ModelConfig(path="a shape"))
     with pytest.raises(PlanError, match="no plan fits: the smallest needs") as error:
-        choose(costs_of(SHAPE, config), StepSpec.of(config), H200, 12e9)
+        choose(costs_of(SHAPE, config).without_last_resorts(), StepSpec.of(config), H200, 12e9)
     assert str(error.value).count(" GB;") == 2 and "frozen weights 15.01 GB" in str(error.value)
-    found = fitting.fitting_settings(SHAPE, StepSpec.of(config), H200, 12e9)
+    loaded = dataclasses.replace(StepSpec.of(config), keeps_model=True)  # of a script, so that nothing streams
+    found = fitting.fitting_settings(SHAPE, loaded, H200, 12e9)
     assert len(found) == 2 and found[0] == "model.load_in=nf4"
     tight = fitting.fitting_settings(SHAPE, StepSpec.of(config_8b()), H200, 7.2e9)
     assert len(tight) == 3

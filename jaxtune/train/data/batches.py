@@ -126,6 +126,13 @@ class BatchSource:
         return None
 
     @property
+    def document_tokens(self) -> float | None:
+        """Tokens of the document that a token is in, on average over all tokens and padding (as 0), on which the time
+        of attention depends. None: unknown.
+        """
+        return None
+
+    @property
     def patches(self) -> int:
         """Patches for which a row of a batch has room; 0 without pictures."""
         return 0
@@ -234,6 +241,11 @@ class Rows(Protocol):
         ...
 
     @property
+    def document_tokens(self) -> float:
+        """As BatchSource.document_tokens."""
+        ...
+
+    @property
     def patches(self) -> int:
         """Patches for which a batch's row has room; 0 without pictures."""
         ...
@@ -331,6 +343,10 @@ class Batches(BatchSource):
     @property
     def max_documents(self) -> int:
         return self.rows.max_documents
+
+    @property
+    def document_tokens(self) -> float:
+        return self.rows.document_tokens
 
     @property
     def patches(self) -> int:

@@ -293,7 +293,7 @@ def _best_pair(
         forecasts.arriving,
     )
     seconds = forecasts.forward + forecasts.backward
-    streamed = streamed_bytes(costs, forecasts.kept, forecasts.backward, device)
+    streamed = streamed_bytes(costs, forecasts.kept, forecasts.row_backward, device)
     at_loss, at_forward, at_backward = map(operator.add, costs.gathered_bytes, streamed)
     loss = head[0] + at_loss
     work, forward = (

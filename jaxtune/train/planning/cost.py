@@ -114,7 +114,7 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
     share = partition.bytes_per_device(masters, weight_shards) / max(trained_bytes, 1.0)
     sync_errors, sync_update = sync_bytes(masters, sync, divided)
     layers = dataclasses.replace(
-        _layers(model.layers, shape, spec.length, dtype, storage),
+        _layers(model.layers, shape, spec.length, dtype, storage, spec.attended),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
     )
@@ -140,6 +140,7 @@ def step_cost(model: Decoder, spec: StepSpec) -> StepCost:
         shape=Shape(
             rows=spec.rows,
             length=spec.length,
+            document=spec.attended,
             devices=divided.size,
             num_layers=len(model.layers),
             hidden_size=shape.hidden_size,
@@ -179,11 +180,13 @@ def _layers(
     length: int,
     dtype: jnp.dtype,
     storage: str,
+    document: float | None = None,
     seen: float | None = None,
 ) -> Layers:
-    """storage: "fp32" or "bf16". seen: keys that a token attends to; None: of a causal document of `length`."""
+    """storage: "fp32" or "bf16". document, seen: as of `kind_of`."""
     all_residuals = residuals_of(layers)
-    kinds = [kind_of(layer, spec, shape, length, dtype, seen) for layer, spec in zip(layers, shape.layers, strict=True)]
+    of_all = shape, length, dtype, document, seen
+    kinds = [kind_of(layer, spec, *of_all) for layer, spec in zip(layers, shape.layers, strict=True)]
     segments = [segment for kind in kinds for segment in kind.block.segments()]
     return Layers(
         all_residuals=all_residuals,
@@ -209,6 +212,7 @@ def _tower(
         shape=Shape(
             rows=spec.rows,
             length=patches,
+            document=float(patches),
             devices=spec.mesh_shape.size,
             num_layers=len(tower.layers),
             hidden_size=config.hidden_size,

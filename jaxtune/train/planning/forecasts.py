@@ -190,7 +190,7 @@ def _moments(
     last, count = groups[-1]
     before = last if count > 1 else groups[max(len(groups) - 2, 0)][0]
     leaving = bytes_with_gaps(before.leaving, device)
-    gathered, streamed = costs.gathered_bytes, streamed_bytes(costs, last.kept, last.backward, device)
+    gathered, streamed = costs.gathered_bytes, streamed_bytes(costs, last.kept, last.row_backward, device)
     at_loss, at_forward = gathered[0] + streamed[0], gathered[1] + streamed[1]
     of_model = costs.layers.kinds, costs.layers.kind_counts, costs.layers.all_residuals, costs.layers.cast_bytes
     lying = in_sums(costs.update.sums, *of_model, plan.residuals, plan.micro_batches, tokens)
@@ -218,7 +218,7 @@ def _moments(
         layers += count
         # The layer below, under another plan, has more bytes arriving.
         added_bytes = max(above - layer.arriving, 0.0)
-        weights = gathered[2] + streamed_bytes(costs, layer.kept, layer.backward, device)[2]
+        weights = gathered[2] + streamed_bytes(costs, layer.kept, layer.row_backward, device)[2]
         moments.append(("the backward of a layer", below, layer.work + added_bytes, weights, -lying(layers, True)))
         above = layer.arriving
     return moments

@@ -47,7 +47,14 @@ class Work:
     # The same FLOPs of the forward, times Segment.attention_slower[1], the factor of the backward. The planner
     # multiplies the time that they give by the usual ratio of backward to forward.
     attention_flops_backward: float = 0.0
+    # The same two if each row is one document: the compiled step puts copies beside attention of that duration.
+    row_attention_flops: float = 0.0
+    row_attention_flops_backward: float = 0.0
     moved_bytes: float = 0.0  # read and written by everything that is not a product
+    # The part of moved_bytes that is not moved when it is computed again: what its products write, which what follows
+    # reads to activate or add it, and, once Hopper's product brings tokens' rows itself, their copies.
+    written_bytes: float = 0.0
+    row_bytes: float = 0.0
     # Time of its own kernels, in the forward and in the backward, beyond FLOPs and moved_bytes, as the bytes that a
     # device copy moves in that time.
     kernel_forward: float = 0.0
@@ -135,26 +142,34 @@ class LayerKind:
         )
 
 
-def kind_of(layer: Block, spec, shape, length: int, dtype, seen: float | None = None) -> LayerKind:
+def kind_of(
+    layer: Block, spec, shape, length: int, dtype, document: float | None = None, seen: float | None = None
+) -> LayerKind:
     """The LayerKind of a layer. Layers of equal structure, shapes and arguments get the same object (a cache of 64), so
     kinds can be told apart by identity.
 
       layer: its arrays may be abstract.
       spec: its entry in DecoderConfig.layers.
       shape: the model's DecoderConfig.
-      length: tokens of a row, on which the work of attention depends.
+      length: tokens of a row.
       dtype: the compute dtype.
-      seen: keys that a token attends to; None: of a causal document of `length`.
+      document: tokens of a document, on which the work of attention depends; None: a row's.
+      seen: keys that a token attends to; None: of a causal document.
     """
     graph, trained, frozen = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, frozen))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-    return _kind_of(graph, spec, shape, length, dtype, abstract, structure, device_name(), seen)
+    lengths = document or float(length), float(length)
+    return _kind_of(graph, spec, shape, lengths, dtype, abstract, structure, device_name(), seen)
 
 
 @functools.lru_cache(64)
-def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: str, seen: float | None) -> LayerKind:
-    """`kind_of` of hashable values. leaves: (shape, dtype) of each array of the tree `structure`."""
+def _kind_of(
+    graph, spec, shape, lengths: tuple[float, float], dtype, leaves, structure, device: str, seen: float | None
+) -> LayerKind:
+    """`kind_of` of hashable values. lengths: of a document, and of a row. leaves: (shape, dtype) of each array of the
+    tree `structure`.
+    """
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
     once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
@@ -163,36 +178,41 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure, device: 
     # What a layer takes from outside is read by its segments, and is counted where it is made.
     taken_bytes = {name: math.prod(dims) * float(dtype.itemsize) for name, dims in block.takes.items()}
     moved = residuals | taken_bytes | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
-    window = min(spec.window or length, length)
-    # the mean over a whole document of `length`
-    seen_keys = window - (window - 1) * window / (2 * length) if seen is None else seen
-    sizes = seen_keys, length if seen is None and window < length else math.inf, shape.hidden_size
-    work = {s.name: _segment_work(s, block, moved, *sizes, dtype, device) for s in block.segments()}
+    seen_keys = [(seen, math.inf) if seen is not None else _seen(spec.window, each) for each in lengths]
+    work = {
+        s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype, device) for s in block.segments()
+    }
     state_bytes = functools.partial(_state_bytes, graph, spec, shape, dtype, arrays)
     return LayerKind(block, residuals, padding, work, state_bytes)
 
 
-def _attention_slower(segment: Segment, seen_keys: float, length: float, device: str) -> tuple[float, float]:
+def _seen(window: int | None, document: float) -> tuple[float, float]:
+    """(keys that a token of a document attends to on average, its tokens as of `_attention_slower`)"""
+    width = min(window or document, document)
+    return width - (width - 1) * width / (2 * document), document if width < document else math.inf
+
+
+def _attention_slower(segment: Segment, seen_keys: float, document: float, device: str) -> tuple[float, float]:
     """(forward, backward): how many times as long attention takes as with heads of 128 and no window.
 
-    length: of a windowed layer's rows, which AttentionTime takes for those of a document; math.inf: there is no window.
+    document: tokens of one, for a windowed layer; math.inf: there is no window.
     """
     fit = ATTENTION_TIME.of("cudnn", device)
     narrow, in_window = fit.narrow if segment.head_dim <= 64 else 1.0, fit.window_keys * 128 / segment.head_dim
     slower = []
     for slow, half in zip(segment.attention_slower, (fit.half_tokens, fit.half_tokens_backward), strict=True):
-        windowed = 1.0 if math.isinf(length) else (1 + in_window / seen_keys) / (1 + half / length)
+        windowed = 1.0 if math.isinf(document) else (1 + in_window / seen_keys) / (1 + half / document)
         slower.append(slow * narrow * max(windowed, 1.0))
     return slower[0], slower[1]
 
 
 def _segment_work(
-    segment: Segment, block: Block, residuals, seen_keys: float, length: float, hidden: int, dtype, device: str
+    segment: Segment, block: Block, residuals, seen_keys: Sequence[tuple[float, float]], hidden: int, dtype, device: str
 ) -> Work:
     """The work of a segment; float32 matrices count by the rate of the GPU compiled for.
 
     residuals: {name: bytes per token} of all values that segments read or make.
-    seen_keys: mean number of keys that a token attends to. length: as of `_attention_slower`.
+    seen_keys: `_seen` of documents, and of whole rows.
     """
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
@@ -201,7 +221,7 @@ def _segment_work(
         if matrix.num_experts:
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.
-            sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
+            sums["row_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
             if matrix.fp8:  # rows are rounded: inputs in the forward, gradients in the backward
                 rounded = segment.experts_per_token * sum(matrix.sizes[-2:]) / 2
                 sums["moved_bytes"] += rounded * (dtype.itemsize + 1) / 2
@@ -219,14 +239,18 @@ def _segment_work(
             sums["decoded_beside" if in_kernel else "decoded"] += weight.decoded_share(matrix.fp8) * size
         trained = "expert_weight_flops" if matrix.num_experts else "weight_flops"
         sums[trained] += 2.0 * used_weights if isinstance(matrix.weight, nnx.Param) else 0.0
+    sums["moved_bytes"] += sums["row_bytes"]
     sums["flops"] += segment.token_flops
     sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
     if segment.attention_width:
-        forward, backward = _attention_slower(segment, seen_keys, length, device)
-        sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys * forward
-        sums["attention_flops_backward"] = 4.0 * segment.attention_width * seen_keys * backward
+        for prefix, (keys, document) in zip(("", "row_"), seen_keys, strict=True):
+            forward, backward = _attention_slower(segment, keys, document, device)
+            sums[f"{prefix}attention_flops"] = 4.0 * segment.attention_width * keys * forward
+            sums[f"{prefix}attention_flops_backward"] = 4.0 * segment.attention_width * keys * backward
     else:
-        sums["moved_bytes"] += sum(residuals[name] for name in (*segment.reads, *segment.outputs))
+        written = sum(residuals[name] for name in segment.outputs)
+        sums["moved_bytes"] += sum(residuals[name] for name in segment.reads) + written
+        sums["written_bytes"] = written if segment.matrices else 0.0
     return Work(**sums)
 
 

@@ -17,7 +17,7 @@ from jaxtune.models.layers.segment import Sizes
 from jaxtune.models.stack.residual_plan import PLACEMENTS, LayerPlan
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.layer_costs import LayerKind, Work
-from jaxtune.train.planning.parts import StepParts
+from jaxtune.train.planning.parts import Shape, StepParts
 
 type Figure = Any  # a float, or an array of floats, one for each plan
 
@@ -38,6 +38,7 @@ class LayerForecast:
     backward: Figure  # seconds, with recomputation and waits
     recompute: Figure  # the part of the seconds that recomputes residuals
     wait: Figure  # the part of the seconds that waits for the host link
+    row_backward: Figure  # `backward` if each row is one document
 
     def at(self, index: Any) -> LayerForecast:
         return LayerForecast(*(array[index] for array in vars(self).values()))
@@ -65,22 +66,37 @@ def _decode_seconds(work: Work, tokens: float, device: Device, devices: int) -> 
     return numbers * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
-def _segment_seconds(work: Work, tokens: float, length: int, device: Device, devices: int) -> tuple[float, float]:
-    """(forward, backward) seconds of a segment, without recomputation. length: tokens of a document."""
-    fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
+def _attention_seconds(work: Work, tokens: float, shape: Shape, device: Device, rows: bool) -> tuple[float, float]:
+    """(forward, backward). rows: as if each were one document."""
+    fit, document = ATTENTION_TIME.of("cudnn", device.name), shape.length if rows else shape.document
+    flops = work.row_attention_flops if rows else work.attention_flops
+    flops_backward = work.row_attention_flops_backward if rows else work.attention_flops_backward
+    forward, backward = (each * tokens / (device.gemm * fit.share) for each in (flops, flops_backward * fit.backward))
+    return forward * (1 + fit.half_tokens / document), backward * (1 + fit.half_tokens_backward / document)
+
+
+def _segment_seconds(
+    work: Work, tokens: float, shape: Shape, device: Device, rows: bool = False
+) -> tuple[float, float, float]:
+    """Seconds of a segment's (forward, backward without recomputation, recomputation). rows: attention is over whole
+    ones.
+    """
+    fit, devices = product_time(device), shape.devices
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
     product /= fit.experts if work.empty_flops else 1.0
     decoding = _decode_seconds(work, tokens, device, devices)
-    attention = work.attention_flops * tokens / (device.gemm * attend.share)
+    attention, attention_backward = _attention_seconds(work, tokens, shape, device, rows)
     passes = work.moved_bytes * tokens / device.copy
-    forward = product + decoding + attention * (1 + attend.half_tokens / length)
+    forward = product + decoding + attention
     forward += fit.passes_forward * passes + work.kernel_forward * tokens / device.copy
-    attention = work.attention_flops_backward * tokens / (device.gemm * attend.share) * attend.backward
-    backward = product + decoding + attention * (1 + attend.half_tokens_backward / length)
+    not_again = work.written_bytes + (work.row_bytes if device.hopper and not work.decoded else 0.0)
+    again = forward - fit.passes_forward * not_again * tokens / device.copy
+    backward = product + decoding + attention_backward
     backward += fit.passes_backward * passes + work.kernel_backward * tokens / device.copy
-    return forward, backward + work.weight_flops * tokens / rate + work.expert_gradient_seconds(tokens, rate, device)
+    backward += work.weight_flops * tokens / rate + work.expert_gradient_seconds(tokens, rate, device)
+    return forward, backward, again
 
 
 def layer_forecast(
@@ -106,18 +122,20 @@ def layer_forecasts(
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in costs.layers.kinds]
     most_tiles = 1 if tile_tokens is None or not costs.layers.tiled else costs.shape.length // tile_tokens
 
-    def segment_seconds(tiles: int) -> list[tuple[float, float]]:
-        """(forward, backward) of each segment, if those that need no whole rows run over tiles."""
+    def segment_seconds(tiles: int, rows: bool = False) -> list[tuple[float, float, float]]:
+        """`_segment_seconds` of each segment, if those that need no whole rows run over tiles."""
         seconds = []
         for segment in costs.layers.segments:
             work = segment.work
             if segment.tokenwise:  # its weights are read and decoded for every tile
                 work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
-            forward, backward = _segment_seconds(work, tokens, costs.shape.length, device, costs.shape.devices)
-            seconds.append((forward, backward + (forward if segment.runs_again else 0.0)))
+            forward, backward, again = _segment_seconds(work, tokens, costs.shape, device, rows)
+            seconds.append((forward, backward + (again if segment.runs_again else 0.0), again))
         return seconds
 
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
+    # The compiled step knows no documents: where its copies are depends on whole rows.
+    of_rows = {tiles: segment_seconds(tiles, rows=True) for tiles in {1, most_tiles}}
 
     # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
     bits = 2 ** np.arange(count := len(costs.layers.all_residuals))
@@ -144,7 +162,7 @@ def layer_forecasts(
 
     def travelling(mask: int) -> tuple[float, float]:
         """Bit `count` says that MLPs run over tiles."""
-        seconds = seconds_of[most_tiles if mask >> count else 1]
+        seconds = of_rows[most_tiles if mask >> count else 1]
         return _travelling(costs, names(mask), mean_sizes, size(mask & (1 << count) - 1), seconds, device)
 
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
@@ -156,14 +174,16 @@ def layer_forecasts(
     rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
     fit, gap_share = step_time(device), ALLOCATOR_BYTES.of("xla", device.name).arriving
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
+    longer = sum(rows[1] - documents[1] for rows, documents in zip(of_rows[1], seconds_of[1], strict=True))
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
     forward = forward + rounding + fit.layer_seconds
     backward = backward + again + rounding + 2 * fit.layer_seconds
     leave, arrive = (size / (device.link or device.copy) for size in (hosted, costs.moved.link_bytes))
-    # Residuals are copied under parts of a layer, weights that stream under all of it.
+    # Residuals are copied under parts of a layer, weights that stream under all of it. In the forward they pass each
+    # other on the link, which carries as much each way at once; in the backward both come.
     waits = [
-        np.maximum(np.maximum(leave - fit.hidden * seconds, leave + arrive - seconds), 0.0)
-        for seconds in (forward, backward)
+        np.maximum(np.maximum(leave - fit.hidden * seconds, coming - seconds), 0.0)
+        for seconds, coming in ((forward, arrive), (backward, leave + arrive))
     ]
     lost = fit.lost * (leave + arrive)
     return LayerForecast(
@@ -182,6 +202,7 @@ def layer_forecasts(
         backward=backward + waits[1] + lost,
         recompute=again,
         wait=waits[0] + waits[1],
+        row_backward=backward + waits[1] + lost + longer,
     )
 
 
@@ -205,7 +226,7 @@ def _remade(
         return sizes | {name: sizes[name] / tiles for name in costs.layers.tiled if name in sizes}
 
     size, recompute = in_tiles(mean_sizes), 0.0
-    for segment, (once, _) in zip(costs.layers.segments, seconds, strict=True):
+    for segment, (_, _, once) in zip(costs.layers.segments, seconds, strict=True):
         missing = sum(size[name] for name in segment.outputs if name in dropped)
         if missing and not segment.ends and not segment.runs_again:
             share = missing / sum(size[name] for name in segment.outputs) if segment.separable else 1.0

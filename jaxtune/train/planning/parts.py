@@ -51,6 +51,7 @@ class Shape:
 
     rows: int  # of the step, on all devices
     length: int  # tokens of a row
+    document: float  # tokens of the document in which a token attends, on average
     devices: int  # of the run's mesh; they share the rows
     num_layers: int
     hidden_size: int

@@ -18,6 +18,8 @@ from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective, RunNeeds
 
+_TILE = 64  # keys that attention's kernels multiply at a time
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -70,6 +72,14 @@ class StepSpec:
     """As `patches`, of held-out rows."""
     keeps_model: bool = False
     """Whether the given model stays in memory beside the copies that train."""
+    document_tokens: float | None = None
+    """BatchSource.document_tokens; None: unknown, and rows count as documents."""
+
+    @property
+    def attended(self) -> float:
+        """Tokens of the document in which a token attends, on average, at least a tile of keys."""
+        mean = self.length if self.document_tokens is None else self.document_tokens
+        return float(min(max(mean, _TILE), self.length))
 
     @property
     def generates(self) -> bool:
@@ -121,6 +131,7 @@ class StepSpec:
             answers=bool(config.evaluation.asking),
             rounds=config.qat is not None,
             optimizer=optimizer,
+            document_tokens=None if batches is None else batches.document_tokens,
             keeps_model=keeps_model,
             held_out_patches=held_out_patches,
         )

@@ -6,11 +6,14 @@ import collections
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxtune.train.data import TokenDataset
-from jaxtune.train.data.batches import torch_order
+from jaxtune.train.data.batches import BatchSource, torch_order
 from jaxtune.train.data.packing.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.packing.steps import StepBatches
+from jaxtune.train.data.rows.feeds import FedBatches, PreparedSet
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.objectives.kto import mismatched_in_groups, with_mismatched_answers
@@ -43,6 +46,31 @@ def held(batch) -> list[tuple[int, int]]:
                 found.append((number, at.size))
         assert (tokens[segments == 0] == 0).all()
     return sorted(found)
+
+
+def mean_document_in(source: BatchSource, steps: int) -> float:
+    """Tokens of a token's document, by the segments of an epoch's batches, padding counted as 0."""
+    batches = [source.batch_at(step) for step in range(steps)]
+    tokens = [np.bincount(row)[1:] for batch in batches for row in batch.segment_ids]
+    return sum(float((row.astype(float) ** 2).sum()) for row in tokens) / sum(b.tokens.size for b in batches)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, LENGTH), st.booleans(), st.floats(0.1, 9.0))
+@settings(max_examples=25, deadline=None)
+def test_sources_know_how_long_a_tokens_document_is(per_step, steps, longest, packing, weight):
+    """Rows of one document, packed rows, pairs, steps that share rows, and mixtures: as their batches show it."""
+    documents = some_documents(2 * per_step * steps, longest)
+    kinds = [TokenDataset] + [PairDataset] * (longest <= LENGTH // 2)
+    sets = [kind(documents, Summary(), LENGTH, packing=packing) for kind in kinds]
+    for data in sets:
+        batches = data.batches(1)
+        assert batches.document_tokens == pytest.approx(mean_document_in(batches, batches.steps_per_epoch))
+    shared = StepBatches(dataset(documents).rows, per_step, 2 * steps, LENGTH)
+    assert shared.document_tokens == pytest.approx(mean_document_in(shared, 2 * steps))
+    means = [sets[0].rows.document_tokens, shared.rows.document_tokens]
+    prepared = [PreparedSet(name, data) for name, data in (("a", sets[0]), ("b", dataset(documents)))]
+    mixed = FedBatches(prepared, [weight, 1.0], 2)
+    assert mixed.document_tokens == pytest.approx(np.average(means, weights=[weight, 1.0]))
 
 
 @pytest.mark.parametrize(("per_step", "parts", "multiple"), [(6, None, 1), (6, 3, 1), (5, None, 4), (1, None, 1)])

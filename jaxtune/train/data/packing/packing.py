@@ -209,6 +209,11 @@ class PackingReport:
         return text if self.pictures is None else f"{text}; {self.pictures}"
 
 
+def mean_document(counts: np.ndarray, slots: int) -> float:
+    """BatchSource.document_tokens of documents of `counts` tokens in this many slots, padding included; 0 without."""
+    return float((counts.astype(np.float64) ** 2).sum()) / slots if slots else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Assigns pieces, runs of tokens of one document (or pair), to rows. Arrays are in the order of the rows."""
@@ -237,6 +242,11 @@ class Plan:
         """int64[rows]: tokens, without padding."""
         ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
         return np.diff(ends)
+
+    @property
+    def document_tokens(self) -> float:
+        """BatchSource.document_tokens, of pieces."""
+        return mean_document(self.count, self.rows * self.length)
 
     @property
     def full(self) -> bool:
@@ -427,6 +437,10 @@ class PlannedRows:
     def lengths(self) -> np.ndarray:
         """int64[rows]: tokens of each row, without padding."""
         return self.plan.lengths
+
+    @property
+    def document_tokens(self) -> float:
+        return self.plan.document_tokens
 
     @property
     def patches(self) -> int:

@@ -19,6 +19,7 @@ from jaxtune.train.data.packing.packing import (
     PackingReport,
     PicturePlan,
     PlannedRows,
+    mean_document,
     plan_rows,
 )
 from jaxtune.train.data.tokens.documents import Documents
@@ -127,6 +128,10 @@ class PackedPairs(PlannedRows):
             if self.picture_plan is None
             else self.picture_plan.report(kept_lengths.reshape(-1), self.plan.rows, int(self.patch_counts.sum())),
         )
+
+    @property
+    def document_tokens(self) -> float:
+        return mean_document(self.kept_lengths, self.plan.rows * self.length)
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
         """A batch of padding with float32 `extra` arrays of zeros: PAIRS [rows, P] and, if there are any, LABELS [rows,

@@ -76,6 +76,12 @@ class StepBatches(Batches):
         return self.rows.max_documents * self._shared
 
     @property
+    def document_tokens(self) -> float:
+        """Of full steps."""
+        of_rows = self.rows.document_tokens * self.rows.length * self._taken
+        return of_rows / (self.rows_per_step * self._length)
+
+    @property
     def max_pictures(self) -> int:
         return self.rows.max_pictures * self._shared
 

@@ -86,6 +86,12 @@ class FedBatches(BatchSource):
         return self._most
 
     @property
+    def document_tokens(self) -> float | None:
+        known = [mean for row_set in self.sets if (mean := row_set.document_tokens) is not None]
+        shares = np.diff(self._bounds, prepend=0.0)
+        return float(np.dot(shares, known)) if len(known) == len(self.sets) else None
+
+    @property
     def patches(self) -> int:
         return self.sets[0].patches
 
@@ -200,6 +206,10 @@ class PreparedSet(RowSet):
     @property
     def max_documents(self) -> int:
         return self._batches.max_documents
+
+    @property
+    def document_tokens(self) -> float:
+        return self._batches.document_tokens
 
     @property
     def patches(self) -> int:

@@ -121,6 +121,11 @@ class StreamedRows(RowSet):
         return self._max_documents
 
     @property
+    def document_tokens(self) -> float:
+        """Of the first window."""
+        return self.first.rows.document_tokens
+
+    @property
     def patches(self) -> int:
         """Of the first window, unless data.patches_per_row says more."""
         return self._patches
