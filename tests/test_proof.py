@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import threading
 from unittest.mock import MagicMock
@@ -54,7 +55,8 @@ def test_the_page_has_what_the_records_have(tmp_path):
     for said in (
         "| exact_0 | 25,600 | 0, 0 | 0.090, 0.690 | 0.100 and 0.300 | 0.500, 0.125 and 0.250 |",
         "| usual_0 | 25,600 | 0.12, 0.25 |",
-        "takes 1.25 of the time of one without. Stopped by the clock: usual_0.",
+        "takes 1.25 of the time of one without: medians of the second half.",
+        " Ended early, with the status: usual_0 (-9).",
         "| fp32 | 30 | 0.0012 |",
         "| fp32, 100 | 0.99870 | 0.99999 | 0.91000 |",
         "attention: cudnn",
@@ -80,20 +82,35 @@ def series_of(mismatch: float, seconds: float) -> dict[str, list]:
 
 
 def test_runs_train_in_turns(tmp_path):
-    """The second one's first step is done while the first one trains, its second step not."""
-    file, events = tmp_path / "lock", []
-    moments = [MagicMock(wait=lambda name=name: events.append(name)) for name in "ab"]
-    first, second = (recorded.Turn(str(file)) for _ in moments)
-    first.between(moments[0])
-    waits = threading.Thread(target=second.between, args=(moments[1],))
-    waits.start()
-    first.between(moments[0])
-    waits.join(0.3)
-    assert waits.is_alive() and events == ["a", "b"]
-    os.close(first.lock)
-    waits.join(5)
-    assert not waits.is_alive() and events == ["a", "b"]
-    os.close(second.lock)
+    """None trains until all have made their first steps, and then one at a time."""
+    turns, training, ended = [recorded.Turn(f"{tmp_path / 'turns'}:3") for _ in range(3)], queue.Queue(), []
+    gates = [threading.Event() for _ in turns]
+
+    def run(number):
+        moment = MagicMock()
+        turns[number].between(moment)
+        training.put(number)
+        gates[number].wait(10)
+        turns[number].between(moment)
+        ended.append((number, moment.wait.call_count))
+        os.close(turns[number].lock)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(queue.Empty):
+        training.get(timeout=0.3)
+    turns[2].arrive()  # it ends without a step
+    turns[2].arrive()
+    first = training.get(timeout=10)
+    with pytest.raises(queue.Empty):
+        training.get(timeout=0.3)
+    gates[first].set()
+    second = training.get(timeout=10)
+    gates[second].set()
+    for thread in threads:
+        thread.join(10)
+    assert ended == [(first, 1), (second, 1)] and {first, second} == {0, 1}
 
 
 def test_a_run_without_steps_has_no_figures():

@@ -34,8 +34,9 @@ def main() -> int:
     parser.add_argument(
         "--names", default="", help="formats, separated by commas; default: those without a map of modules"
     )
-    parser.add_argument("--rates", action="store_true", help="rewards: three rates at ranks 1, 8 and 64")
-    parser.add_argument("--exact", action="store_true", help="rewards: with objective.exact and without")
+    of_rewards = parser.add_mutually_exclusive_group()
+    of_rewards.add_argument("--rates", action="store_true", help="rewards: three rates at ranks 1, 8 and 64")
+    of_rewards.add_argument("--exact", action="store_true", help="rewards: with objective.exact and without")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.experiment == "page":

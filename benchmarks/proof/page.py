@@ -232,33 +232,37 @@ def exact(record: Record, images: Path, name: str) -> str:
         "| held-out numbers that are right, before and after | s a step, sampling and update of it |",
         "|---|---|---|---|---|---|",
     ]
-    drawn = {}
-    for run, each in record["beside"].items():
-        if not each["steps"]:
+    curves = {}
+    for run, values in record["beside"].items():
+        if not values["steps"]:
             continue
-        values = [value for _, value in record["runs"][run]["series"]["reward"]]
-        drawn[run] = list(enumerate(smooth(values), 1))
-        first, last = (sum(part) / len(part) for part in (values[:10], values[-10:]))
-        match = " and ".join(f"{value:.3f}" for value in each.get("eval_answers/exact_number", ())) or "-"
-        seconds = [each.get(f"{name}_seconds") for name in ("step", "sampling", "update")]
-        step, *parts = ("-" if value is None else f"{value:.3f}" for value in seconds)
-        lines.append(
-            f"| {run} | {each['sampled_tokens']:,} | {each['mean_mismatch']:.2g}, {each['max_mismatch']:.2g} "
-            f"| {first:.3f}, {last:.3f} | {match} | {step}, {' and '.join(parts)} |"
+        rewards = [value for _, value in record["runs"][run]["series"]["reward"]]
+        curves[run] = list(enumerate(smooth(rewards), 1))
+        first, last = (sum(part) / len(part) for part in (rewards[:10], rewards[-10:]))
+        right = " and ".join(f"{value:.3f}" for value in values.get("eval_answers/exact_number", ())) or "-"
+        mismatch, seconds = (
+            [form(values[key]) if key in values else "-" for key in keys]
+            for keys, form in (
+                (("mean_mismatch", "max_mismatch"), "{:.2g}".format),
+                (("step_seconds", "sampling_seconds", "update_seconds"), "{:.3f}".format),
+            )
         )
-    picture(images / f"proof_{name}.svg", drawn, "reward, mean of 10 steps")
+        lines.append(
+            f"| {run} | {values['sampled_tokens']:,} | {', '.join(mismatch)} | {first:.3f}, {last:.3f} | {right} "
+            f"| {seconds[0]}, {' and '.join(seconds[1:])} |"
+        )
+    picture(images / f"proof_{name}.svg", curves, "reward, mean of 10 steps")
     text = (
         f"GRPO on the same sums, {record['steps']:,} steps of 8 x 8 answers of at most 24 tokens, bf16, LoRA r=16 at "
         "the rate 0.0003, with [`objective.exact`](rewards.md) and without. Mismatch: how far a sampled token's "
         "log-probability is from the training step's. WIDE: `python scripts/real_model.py GGUF --widen 8 --output "
         "WIDE`, the same function, hidden 4,608, 72 and 24 heads of 64."
     )
-    names = [run for run in ("exact_0", "usual_0") if record["beside"].get(run, {}).get("step_seconds")]
-    if len(names) == 2:
-        ours, usual = (record["beside"][run]["step_seconds"] for run in names)
-        text += f" A step with it takes {ours / usual:.2f} of the time of one without."
-    if cut := [run for run, each in record["runs"].items() if each.get("exit")]:
-        text += f" Stopped by the clock: {', '.join(cut)}."
+    exact_run, usual = (record["beside"].get(run, {}).get("step_seconds") for run in ("exact_0", "usual_0"))
+    if exact_run and usual:
+        text += f" A step with it takes {exact_run / usual:.2f} of the time of one without: medians of the second half."
+    if ended := [f"{run} ({values['exit']})" for run, values in record["runs"].items() if values.get("exit")]:
+        text += f" Ended early, with the status: {', '.join(ended)}."
     seeds = 1 + max(int(run.rpartition("_")[2]) for run in record["runs"])
     command = f"rewards --exact --model WIDE --seeds {seeds} --steps {record['steps']}"
     body = [text, "", f"![Rewards](images/proof_{name}.svg)", "", *lines]

@@ -2,8 +2,8 @@
 
 python -m benchmarks.proof.recorded RECIPE [key=value ...] output=FOLDER
 
-With the environment variable PROOF_TURNS=FILE runs train in turns: each waits after its first step, which compiles,
-until no other one holds FILE's lock, and keeps it to its end. So they compile beside each other and are timed alone.
+With the environment variable PROOF_TURNS=FILE:N runs train in turns: each waits after its first step, which compiles,
+until N of them have come so far (or have ended), then for FILE's lock, which it keeps to its end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from jaxtune.train.callbacks import Between, Callback
@@ -23,17 +24,29 @@ TURNS = "PROOF_TURNS"
 
 
 class Turn(Callback):
-    """After a process's first step, waits for the lock of a file until no other process trains."""
+    """After its first step, waits until all runs have made theirs, and then until no other one trains."""
 
-    def __init__(self, file: str):
-        self._file = file
+    def __init__(self, turns: str):
+        file, _, count = turns.rpartition(":")
+        self._file, self._count = Path(file), int(count)
         self.lock: int | None = None  # kept until the process ends
+        self._arrived = False
 
     def between(self, moment: Between) -> None:
         if self.lock is None:
             moment.wait()
-            self.lock = os.open(self._file, os.O_CREAT | os.O_RDWR)
+            self.arrive()
+            while self._file.stat().st_size < self._count:
+                time.sleep(0.05)
+            self.lock = os.open(self._file, os.O_RDWR)
             fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def arrive(self) -> None:
+        """Others no longer wait for this run; also of one that ends without a step."""
+        if not self._arrived:
+            self._arrived = True
+            with self._file.open("ab") as file:
+                file.write(b".")
 
 
 def main() -> int:
@@ -58,8 +71,10 @@ def main() -> int:
             (Path(output) / "products.json").write_text(text, encoding="utf-8")
 
     atexit.register(written)
-    if file := os.environ.get(TURNS):
-        app.Trainer = functools.partial(app.Trainer, callbacks=(Turn(file),))
+    if turns := os.environ.get(TURNS):
+        turn = Turn(turns)
+        atexit.register(turn.arrive)
+        app.Trainer = functools.partial(app.Trainer, callbacks=(turn,))
     return cli.console(["train", *sys.argv[1:]])
 
 

@@ -29,7 +29,6 @@ EXACT: dict[str, tuple[str, ...]] = {"exact": ("objective.exact=true",), "usual"
 REWARD = f"{Path(arithmetic.__file__)}:correct"
 MISMATCH = "sampling/sampling_logp_difference"
 _RESUMED_SECONDS = 170  # of three starts, one of which compiles
-_SETTLED = 3  # steps that are not timed: what they wait for is no part of others
 
 
 def common(model: str, output: Path, steps: int, evaluations: int = 4, measures: str = "rewards") -> list[str]:
@@ -86,38 +85,46 @@ def run(model: str, output: Path, steps: int, seconds: float, at_once: int, seed
 
 
 def run_exact(model: str, output: Path, steps: int, seconds: float, seeds: int) -> None:
-    """Curves with and without `objective.exact`, which start beside each other and train in turns."""
+    """Curves with and without `objective.exact`, which start beside each other and train in turns, seed by seed."""
     until = time.time() + seconds
     output.mkdir(parents=True, exist_ok=True)
-    own = [*common(model, output, steps, 2, f"{REWARD},exact_number"), "checkpoint.every_minutes=null"]
-    runs = [
-        Run(f"{name}_{seed}", (*overrides, "precision=bf16", "optim.learning_rate=3e-4", f"seed={seed}"))
-        for seed in range(seeds)
-        for name, overrides in EXACT.items()
-    ]
-    found = train_all(runs, own, output, len(EXACT), until - 5, {TURNS: str(output / "turns.lock")})
-    beside = {run.name: figures(found[run.name]) for run in runs if run.name in found}
-    record = {"steps": steps, "runs": found, "beside": beside}
-    print(json.dumps(beside, indent=1))
+    overrides = [*common(model, output, steps, 2, f"{REWARD},exact_number"), "checkpoint.every_minutes=null"]
+    record: dict[str, Any] = {"steps": steps, "runs": {}}
+    for seed in range(seeds):
+        pair = [
+            Run(f"{name}_{seed}", (*words, "precision=bf16", "optim.learning_rate=3e-4", f"seed={seed}"))
+            for name, words in EXACT.items()
+        ]
+        turns = output / f"turns_{seed}"
+        turns.unlink(missing_ok=True)
+        record["runs"] |= train_all(pair, overrides, output, len(pair), until - 5, {TURNS: f"{turns}:{len(pair)}"})
+        save(output, "rewards_exact", record)
+    record["beside"] = {name: figures(run) for name, run in sorted(record["runs"].items())}
+    print(json.dumps(record["beside"], indent=1))
     save(output, "rewards_exact", record)
 
 
 def figures(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's sampled tokens, the difference of their log-probabilities in training, and medians of its seconds."""
+    """A run's sampled tokens, the difference of their log-probabilities in training, and of the seconds of its steps'
+    second half medians, as a prompt of another length compiles within a step.
+    """
     series = run.get("series", {})
-    found: dict[str, Any] = {"steps": len(series.get("reward", ()))}
-    lengths, answers = (series.get(key, ()) for key in ("completions/mean_length", "answers"))
-    found["sampled_tokens"] = round(sum(mean * count for (_, mean), (_, count) in zip(lengths, answers, strict=True)))
-    for name, over in (("mean", statistics.fmean), ("max", max)):
-        if values := [value for _, value in series.get(f"{MISMATCH}/{name}", ())]:
-            found[f"{name}_mismatch"] = over(values)
+    steps = len(series.get("reward", ()))
+    lengths, answers = (dict(series.get(key, ())) for key in ("completions/mean_length", "answers"))
+    values: dict[str, Any] = {
+        "steps": steps,
+        "sampled_tokens": round(sum(lengths[step] * answers[step] for step in lengths.keys() & answers.keys())),
+    }
+    for name, combined in (("mean", statistics.fmean), ("max", max)):
+        if differences := [value for _, value in series.get(f"{MISMATCH}/{name}", ())]:
+            values[f"{name}_mismatch"] = combined(differences)
     for name in ("step", "sampling", "update"):
-        if values := [value for step, value in series.get(f"{name}_seconds", ()) if step > _SETTLED]:
-            found[f"{name}_seconds"] = statistics.median(values)
+        if seconds := [value for step, value in series.get(f"{name}_seconds", ()) if step > steps / 2]:
+            values[f"{name}_seconds"] = statistics.median(seconds)
     for key in ("eval_answers/correct", "eval_answers/exact_number"):
-        if values := series.get(key):
-            found[key] = [values[0][1], values[-1][1]]
-    return found
+        if rates := series.get(key):
+            values[key] = [rates[0][1], rates[-1][1]]
+    return values
 
 
 def resumed(own: list[str], output: Path, steps: int, until: float) -> dict[str, Any]:

@@ -54,18 +54,18 @@ def train_all(
     output: Path,
     at_once: int,
     until: float,
-    more: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Runs them, `at_once` beside each other on one device, until the clock says `until`: {name: its metrics}; of one
     that was stopped or failed what it had written. Each is a process; all share a cache of compiled programs.
 
-    more: environment variables of the processes, such as recorded.TURNS.
+    variables: of the processes' environment, such as recorded.TURNS.
     """
     waiting, running, found = list(runs), {}, {}
     while waiting or running:
         while waiting and len(running) < at_once and time.time() < until:
             run = waiting.pop(0)
-            running[run.name] = (run, start(run, common, output, at_once, more))
+            running[run.name] = (run, start(run, common, output, at_once, variables))
         if time.time() >= until:
             waiting.clear()
             for _, process in running.values():
@@ -80,7 +80,7 @@ def train_all(
 
 
 def start(
-    run: Run, common: Sequence[str], output: Path, at_once: int = 1, more: Mapping[str, str] | None = None
+    run: Run, common: Sequence[str], output: Path, at_once: int = 1, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen:
     """Starts a run; its folder and what it prints are beside each other in `output`."""
     share = f"{0.9 / at_once:.2f}"
@@ -89,7 +89,7 @@ def start(
         return subprocess.Popen(
             [*command, f"output={output / run.name}"],
             cwd=ROOT,
-            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": share, **os.environ, **(more or {}), "PYTHONPATH": path()},
+            env={"XLA_PYTHON_CLIENT_MEM_FRACTION": share, **os.environ, **(variables or {}), "PYTHONPATH": path()},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
