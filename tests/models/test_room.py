@@ -247,11 +247,27 @@ def test_each_program_over_several_devices_holds_its_blocks_once(monkeypatch):
     assert len(pools.holds) == 1
 
 
-def test_a_block_on_each_device_is_made_without_collectives():
-    devices = tuple(jax.devices()[:4])
-    compiled = room._zeros(devices, 3).lower().compile()
-    assert "all-" not in compiled.as_text() and compiled.memory_analysis().output_size_in_bytes == 3 * 2**20
-    room.hold(devices, [5, 2**20 + 1])
+def test_each_device_holds_blocks_alone(monkeypatch):
+    devices, real, made = jax.devices()[:4], room._zeros, []
+    memory = real(devices[0], 3).memory_analysis()
+    assert (memory.output_size_in_bytes, memory.temp_size_in_bytes) == (3 * MIB, 0)
+
+    def zeros(device, pieces):
+        def program():
+            if device == devices[3]:
+                raise jax.errors.JaxRuntimeError(NO_MEMORY)
+            made.append(real(device, pieces)())
+            return made[-1]
+
+        return program
+
+    monkeypatch.setattr(room, "_zeros", zeros)
+    room.hold(devices[:3], [5, MIB + 1])
+    assert [(array.nbytes, array.devices()) for array in made if not array.is_deleted()] == []
+    assert len(made) == 6
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        room.hold(devices, [5])
+    assert len(made) == 9 and all(array.is_deleted() for array in made)
 
 
 def test_a_program_of_the_sampler_over_several_devices_is_seen_to_once_a_shape(monkeypatch):

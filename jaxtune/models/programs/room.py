@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import SingleDeviceSharding
 
 from jaxtune.models.placement import partition
 from jaxtune.models.programs.compiling import out_of_memory
@@ -268,17 +270,27 @@ def _few(devices: Sequence[Device], need: int) -> list[_Buffer] | None:
 
 
 def hold(devices: Sequence[Device], sizes: Sequence[int]) -> None:
-    """Allocates these blocks on each of the devices, without collectives, and frees them."""
-    blocks = [_zeros(tuple(devices), -(-size // _PIECE))() for size in sizes]
-    for block in jax.block_until_ready(blocks):
-        block.delete()
+    """Allocates these blocks on each of the devices, and frees them. Each device has programs of its own: a program of
+    several waits for all of them even without collectives.
+    """
+    pieces = [-(-size // _PIECE) for size in sizes]
+    with ThreadPoolExecutor(len(devices)) as pool:
+        programs = list(pool.map(lambda device: [_zeros(device, count) for count in pieces], devices))
+    blocks: list[jax.Array] = []
+    try:
+        for program in itertools.chain(*programs):
+            blocks.append(program())
+        jax.block_until_ready(blocks)
+    finally:
+        for block in blocks:
+            block.delete()
 
 
-@functools.lru_cache(64)
-def _zeros(devices: tuple[Device, ...], pieces: int) -> Callable[[], jax.Array]:
-    """Makes [device, pieces, _PIECE] bytes, an array for each device."""
-    where = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
-    return jax.jit(lambda: jnp.zeros((len(devices), pieces, _PIECE), jnp.uint8), out_shardings=where)
+@functools.lru_cache(256)
+def _zeros(device: Device, pieces: int) -> jax.stages.Compiled:
+    """Makes [pieces, _PIECE] bytes on the device."""
+    where = SingleDeviceSharding(device)
+    return jax.jit(lambda: jnp.zeros((pieces, _PIECE), jnp.uint8), out_shardings=where).lower().compile()
 
 
 def _local(devices: Sequence[Device]) -> list[Device]:
