@@ -294,7 +294,9 @@ def _zeros(device: Device, pieces: int) -> jax.stages.Compiled:
 
 
 def _local(devices: Sequence[Device]) -> list[Device]:
-    return [device for device in devices if device.process_index == jax.process_index()]
+    """This process's ones; none of a machine that programs are only compiled for."""
+    here = jax.local_devices()
+    return [device for device in devices if device in here]
 
 
 def _stats(device: Device) -> dict[str, int]:
