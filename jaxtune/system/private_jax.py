@@ -7,9 +7,14 @@ config: use_shardy_partitioner for one program, not the process; the settings on
 distributed: global_state; public functions start the backend, before joining.
 fused_attention_stablehlo: cuDNN attention with windows in packed rows and statistics for a backward pass.
 lib: cuda_versions, of the loaded CUDA libraries.
+Device: a type.
 clean_up: what JAX does at the end of a process, a seventh of a second and more.
+replace, in_row_order: other memory for an array that others refer to.
 """
 
+from collections.abc import Sequence
+
+import jax
 from jax._src import compilation_cache as compilation_cache
 from jax._src import config as config
 from jax._src import core as core
@@ -21,3 +26,15 @@ from jax._src.compilation_cache_interface import CacheInterface as CacheInterfac
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo
 from jax._src.interpreters import pxla as pxla
 from jax._src.lib import xla_client as xla_client
+from jaxlib._jax import Device as Device
+
+
+def replace(array, shards: Sequence[jax.Array]) -> None:
+    """Gives an array these shards, one for each device of this process, whose shapes are not checked."""
+    of_shards = type(array)(array.aval, array.sharding, list(shards), committed=array._committed, _skip_checks=True)
+    array._replace_with(of_shards)
+
+
+def in_row_order(array) -> bool:
+    """Whether its elements lie in memory as device_put places them."""
+    return array.format.layout.major_to_minor == tuple(range(array.ndim))

@@ -6,6 +6,7 @@ the device, "kill" sends it SIGKILL and "term" SIGTERM, and "kill in a pass" SIG
 "full cache" only where room is reserved in the token cache; "outlive" has it miss one that is killed sooner. When the
 rows of that step are loaded, "no rows" raises, and "stall" waits for ever and sends it SIGTERM. "callback" gives the
 run a callback, "bad callback" one that raises when it gets the metrics of that step; "bad rows" has no held-out rows.
+"no room": no device has the block of the STEPth program that is launched first; 0: of none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 import jax
 
 from jaxtune import cli
+from jaxtune.models.programs import room
 from jaxtune.system import joining
 from jaxtune.train import trainer
 from jaxtune.train.callbacks import Callback
@@ -82,6 +84,17 @@ def main() -> int:
             made(*values, **options | {"callbacks": [Own()]})
 
         trainer.Trainer.__init__ = init
+    if fault == "no room":
+        tried = 0
+
+        def hold(devices, sizes):
+            nonlocal tried
+            tried += 1
+            if tried == int(step):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+        room.hold, room._SMALL, room._few = hold, 2**40, lambda devices, need: None
+        room._stats = lambda device: {"bytes_limit": 2**40, "bytes_in_use": 2**39}
     if fault == "bad rows":
         evaluate = programs.Engine.evaluate
 

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.placement import partition
-from jaxtune.models.programs import ahead, described, surroundings
+from jaxtune.models.programs import ahead, described, room, surroundings
 from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import processes, sources, timing, waiting
@@ -116,13 +116,14 @@ class _Fresh:
     said: list[dispatch.Said]
 
 
-def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled]:
+def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled | room.Secured]:
     """The compiled programs: kept ones are loaded in threads; others are lowered one by one, the slowest should come
     first, and compiled in threads meanwhile, then kept. Again without a kernel that fails its check.
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
-    return [_program_of(done) for done in _built(requests, cache)]
+    programs = [_program_of(done) for done in _built(requests, cache)]
+    return [room.secured(program, request.devices) for program, request in zip(programs, requests, strict=True)]
 
 
 def _built(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.stages.Compiled | _Fresh]:
@@ -232,6 +233,7 @@ class Function:
         )
         self.lower, self._mesh = self._jitted.lower, mesh
         self._programs: dict[Hashable, Future[Callable]] = {}
+        self._secured: set[Hashable] = set()
         self._lock = threading.Lock()
 
     def __call__(self, *arguments):
@@ -254,8 +256,18 @@ class Function:
         return functools.partial(self._jitted, *arguments[: self._statics])
 
     def _on_mesh(self, mesh: jax.sharding.Mesh, *arguments):
+        devices = tuple(mesh.devices.flat)
+        if room.is_limited(devices) and (key := self._shapes(arguments)) not in self._secured:
+            with partition.compiling(mesh):
+                program = self._jitted.lower(*arguments).compile()  # which the call finds
+            room.secure(program, devices)
+            self._secured.add(key)
         with partition.compiling(mesh):
             return self._jitted(*arguments)
+
+    def _shapes(self, arguments: tuple) -> Hashable:
+        leaves, structure = jax.tree.flatten(arguments[self._statics :])
+        return arguments[: self._statics], structure, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
     def call(self, *arguments) -> Call | None:
         """A call with these arguments, or with arrays of their shapes: jax.ShapeDtypeStructs, of which one names the

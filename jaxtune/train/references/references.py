@@ -115,7 +115,7 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: nnx.
 
 
 def values_of_rows(
-    engine: Engine, program: jax.stages.Compiled, trainable: nnx.State, frozen: nnx.State, rows: Rows
+    engine: Engine, program: Callable, trainable: nnx.State, frozen: nnx.State, rows: Rows
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """Runs a program over all rows in batches, with the next one already on the devices: yields (row numbers int[n],
     result as numpy arrays, maybe padded). Every process must consume it to the end.
