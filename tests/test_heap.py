@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jaxtune
 
-SCRIPT = """
+_BEGIN = """
 import gc, weakref
 from jaxtune.system import heap, timing
 
@@ -20,43 +22,90 @@ def cycle():
     thing.thing = thing
     return weakref.ref(thing)
 
+def thing():
+    thing = Thing()
+    thing.thing = thing
+    return thing
+
+def is_frozen(thing):
+    return not any(each is thing for each in gc.get_objects())
+
+def rest(during=lambda: None):
+    heap.rest_while_importing()
+    during()
+    timing.imported()
+"""
+
+
+def printed(script: str) -> list[str]:
+    environment = {"PYTHONPATH": str(Path(jaxtune.__file__).parents[1])}
+    command = [sys.executable, "-c", _BEGIN + script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+_IMPORTED = """
 timing.imported()
 print(gc.isenabled(), gc.get_freeze_count() < 2000)
 heap.rest_while_importing()
 stays = cycle()
-print(gc.isenabled())
+more = [[] for _ in range(100_000)]
+print(stays() is not None)
 timing.imported()
 goes = cycle()
 print(gc.isenabled(), gc.get_freeze_count() > 5000, gc.collect() >= 1, stays() is not None, goes() is None)
+goes = cycle()
+more = [[] for _ in range(100_000)]
+print(goes() is None)
 frozen = gc.get_freeze_count()
 things = [Thing() for _ in range(3000)]
 with heap.frozen_heap():
     print(gc.get_freeze_count() >= frozen + 3000)
 print(gc.get_freeze_count() == 0)
-gc.freeze()
-more = [Thing() for _ in range(3000)]
-with heap.frozen_heap():
-    print(not gc.is_tracked(1), len(gc.get_objects()) >= 3000)
-print(gc.get_freeze_count() > 5000)
-gc.disable()
-heap.rest_while_importing()
-timing.imported()
-print(gc.isenabled())
 """
 
 
-def test_what_was_imported_is_not_collected_again_and_a_run_freezes_the_rest():
-    """And what a caller froze or disabled stays so."""
-    environment = {"PYTHONPATH": str(Path(jaxtune.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=60)
-    assert done.stdout.split("\n") == [
-        "True True",
-        "False",
-        "True True True True True",
-        "True",
-        "True",
-        "True True",
-        "True",
-        "False",
-        "",
-    ], done.stdout + done.stderr
+def test_what_was_imported_is_not_collected_again_and_a_run_freezes_the_others():
+    assert printed(_IMPORTED) == ["True True", "True", "True True True True True", "True", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "rest()", "rest()\nwith heap.frozen_heap(): pass", "with heap.frozen_heap(): pass"],
+    ids=["at first", "after imports", "after imports and a run", "after a run"],
+)
+def test_what_a_caller_froze_stays_frozen(before):
+    script = f"""
+{before}
+of_user = [thing() for _ in range(10)]
+gc.freeze()
+later = [thing() for _ in range(10)]
+for _ in range(2):
+    with heap.frozen_heap():
+        print(*map(is_frozen, (of_user[0], later[0])))
+    print(is_frozen(of_user[0]))
+"""
+    assert printed(script) == ["True False", "True"] * 2
+
+
+def test_what_a_module_sets_while_it_is_imported_stays():
+    """Nor does a process collect that never did."""
+    script = """
+heap.collect_seldom()
+rest(gc.disable)
+print(gc.isenabled(), gc.get_threshold()[0])
+gc.enable()
+rest(lambda: gc.set_threshold(123))
+print(gc.isenabled(), gc.get_threshold()[0])
+rest(heap.collect_seldom)
+print(gc.isenabled(), gc.get_threshold()[0])
+gc.disable()
+rest()
+print(gc.isenabled())
+gc.enable()
+gc.set_threshold(0)
+rest()
+print(gc.get_threshold()[0])
+"""
+    assert printed(script) == ["False 20000", "True 123", "True 20000", "False", "0"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from hypothesis import strategies as st
 from jaxtune.models.programs import kept
 from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import sources
+from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import ProgramCache
 
 CACHE_OF_PROGRAMS = kept.cache_of_programs  # which the tests' own replaces
@@ -25,12 +30,20 @@ PATHS = st.sampled_from(["a.py", "pallas/a.py", "pallas/b/a.py", "pallas_of_othe
 FILES = st.dictionaries(PATHS, st.binary(max_size=3), min_size=1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_other_thread_reads():
+    """As one does that `use_program_cache` began."""
+    for thread in threading.enumerate():
+        if thread.name == "import":
+            thread.join(60)
+
+
 @pytest.fixture
 def unread():
     """Files are read anew, and again after the test."""
 
     def forget() -> None:
-        sources._read_once.cache_clear()
+        sources._read.cache_clear()
         sources.digest.cache_clear()
 
     yield forget
@@ -49,7 +62,7 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
 @given(FILES, FILES)
 def test_a_digest_is_of_the_files_of_a_folder(tmp_path_factory, first, second):
     def read(files: dict[str, bytes]) -> tuple[str, str]:
-        sources._read_once.cache_clear()
+        sources._read.cache_clear()
         sources.digest.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sources, "_ROOT", written(tmp_path_factory.mktemp("sources"), files))
@@ -61,7 +74,7 @@ def test_a_digest_is_of_the_files_of_a_folder(tmp_path_factory, first, second):
     try:
         of_first, of_second = read(first), read(second)
     finally:
-        sources._read_once.cache_clear()
+        sources._read.cache_clear()
         sources.digest.cache_clear()
     assert (of_first[0] == of_second[0]) == (first == second)
     assert (of_first[1] == of_second[1]) == (within(first) == within(second))
@@ -69,35 +82,209 @@ def test_a_digest_is_of_the_files_of_a_folder(tmp_path_factory, first, second):
 
 def test_threads_read_the_files_once(unread, monkeypatch):
     unread()
-    opened, real = [], Path.open
+    opened = []
 
     def count(path: Path, *arguments, **options):
         opened.append(path)
-        return real(path, *arguments, **options)
+        return open(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", count)
+    monkeypatch.setattr(sources, "open", count, raising=False)
     with ThreadPoolExecutor(8) as pool:
         digests = {*pool.map(lambda _: sources.digest(), range(8)), *pool.map(lambda _: sources.digest(""), range(8))}
     assert len(digests) == 1 and len(opened) == len(set(opened)) > 100
 
 
-@pytest.mark.parametrize("changed", [None, "before they are read", "later"])
-def test_files_that_change_after_the_start_give_no_entry(unread, monkeypatch, tmp_path, changed):
-    """Changed before they are read: nothing is loaded, either."""
+@pytest.fixture
+def code(unread, monkeypatch, tmp_path) -> Path:
+    """A package of three files, not read yet."""
     unread()
-    code, cache = written(tmp_path / "code", {"a.py": b"", "pallas/b.py": b""}), ProgramCache(tmp_path / "cache")
-    monkeypatch.setattr(sources, "_ROOT", code)
-    monkeypatch.setattr(kept, "in_use", lambda: cache)
+    folder = written(tmp_path / "code", {"a.py": b"", "pallas/b.py": b"b", "pallas/c.py": b""})
+    monkeypatch.setattr(sources, "_ROOT", folder)
+    return folder
+
+
+def touched(file: Path) -> None:
+    file.write_bytes(b"d")
+    os.utime(file, (time.time() + 1, time.time() + 1))
+
+
+def as_old_ones(file: Path) -> None:
+    """As installers link them from a cache: with an old time, but another."""
+    file.write_bytes(b"d")
+    os.utime(file, (2, 2))
+
+
+CHANGES = {
+    "written": lambda code: touched(code / "pallas" / "b.py"),
+    "replaced by an old one": lambda code: as_old_ones(code / "pallas" / "b.py"),
+    "replaced by a larger one of its time": lambda code: written(code, {"pallas/b.py": b"longer"}),
+    "removed": lambda code: (code / "pallas" / "b.py").unlink(),
+    "added, an old one": lambda code: written(code, {"pallas/d.py": b""}),
+    "removed with its folder": lambda code: (code / "pallas").rename(code.parent / "pallas"),
+    "removed, all": lambda code: code.rename(code.parent / "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_after_the_first_reading_is_noticed(code, change):
+    assert sources.are_loaded() and sources.are_unchanged() and sources.are_unchanged("pallas")
+    CHANGES[change](code)
+    assert not sources.are_unchanged() and not sources.are_unchanged("pallas")
+    assert sources.are_loaded()
+
+
+def test_a_change_in_another_folder_is_none_of_a_folder(code):
+    assert sources.are_unchanged("pallas")
+    touched(code / "a.py")
+    assert sources.are_unchanged("pallas") and not sources.are_unchanged()
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_an_editors_lock_is_no_file(code, comes):
+    """Emacs': a link that leads nowhere."""
+    if comes == "after":
+        assert sources.are_unchanged()
+    (code / "pallas" / ".#b.py").symlink_to("user@machine.123:456")
+    assert sources.are_loaded() and sources.are_unchanged() and sources.are_unchanged("pallas")
+
+
+@pytest.mark.parametrize("files", ["none", "a zip archive", "no folder", "unreadable"])
+def test_files_that_cannot_be_read_are_not_trusted(code, files, monkeypatch):
+    """Their digest would be that of each other version."""
+    if files == "unreadable":
+
+        def refused(*arguments, **options):
+            raise PermissionError
+
+        monkeypatch.setattr(sources, "open", refused, raising=False)
+    else:
+        code.rename(code.parent / "elsewhere")
+        if files == "none":
+            (code / "pallas" / "__pycache__").mkdir(parents=True)
+            (code / "pallas" / "b.pyc").touch()
+        elif files == "a zip archive":
+            code.touch()
+    assert not any(ask(folder) for ask in (sources.are_loaded, sources.are_unchanged) for folder in ("", "pallas"))
+    assert sources.digest() == sources.digest("pallas") and CACHE_OF_PROGRAMS() is None
+
+
+_WITHOUT_PROC = """
+import pathlib, sys, time
+real = pathlib.Path.read_text
+def read_text(path, *arguments, **options):
+    if str(path).startswith("/proc"):
+        raise FileNotFoundError
+    return real(path, *arguments, **options)
+pathlib.Path.read_text = read_text
+from jaxtune.system import sources
+from jaxtune.system.private_jax import compilation_cache
+sources._ROOT = pathlib.Path(sys.argv[1])
+time.sleep(0.1)
+(sources._ROOT / "pallas" / "b.py").touch()
+time.sleep(0.1)
+print(sources.are_loaded(), sources.are_unchanged())
+"""
+
+
+def test_changes_are_noticed_without_proc(code):
+    """Since the import of `sources`, as nobody says when the process began."""
+    environment = {"PYTHONPATH": str(Path(sources.__file__).parents[2])}
+    command = [sys.executable, "-c", _WITHOUT_PROC, str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+_FORKS = """
+import os, signal
+from jaxtune.system import sources
+with sources._lock:
+    if (child := os.fork()) == 0:
+        signal.alarm(30)
+        os._exit(0 if sources.are_loaded() else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_does_not_wait_for_a_thread_that_reads():
+    environment = {"PYTHONPATH": str(Path(sources.__file__).parents[2])}
+    command = [sys.executable, "-c", _FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == "0\n", done.stderr
+
+
+WHERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=WHERE)
+
+
+@pytest.fixture
+def cache(code, monkeypatch, tmp_path) -> Iterator[ProgramCache]:
+    """Programs are kept there as in a command that runs this package."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    compilation_cache.reset_cache()  # JAX's is of the other folder
+    jax.clear_caches()  # nor does it ask for what it has
     monkeypatch.setattr(kept.described, "replaced", lambda package: None)
     monkeypatch.setattr(kept, "cache_of_programs", CACHE_OF_PROGRAMS)
+    yield ProgramCache(tmp_path / "cache")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
+def entries(cache: ProgramCache) -> set[str]:
+    return {file.name.partition("-")[0] for file in cache.folder.iterdir()} & {"shapes", "step"}
+
+
+def prepared() -> None:
+    """Shapes and a program, whose function is traced if its entry is not used."""
+    assert kept.result_shapes(jax.nn.relu, SHAPE).shape == (3,)
+    program = programs_of([Request(jax.nn.relu, (SHAPE,), WHERE, None, {})])[0]
+    assert program(np.ones(3, np.float32)).tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("changed", [None, "before they are read", "later"])
+def test_files_that_change_after_the_start_give_no_entry(code, cache, changed):
+    """Changed before they are read: nothing is looked for, either."""
     if changed != "before they are read":
         assert sources.are_loaded()
     if changed is not None:
-        os.utime(code / "pallas" / "b.py", (time.time() + 1, time.time() + 1))
-    assert CACHE_OF_PROGRAMS() is (None if changed == "before they are read" else cache)
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shape = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=where)
-    assert kept.result_shapes(jax.nn.relu, shape).shape == (3,)
-    assert programs_of([Request(jax.nn.relu, (shape,), where, None, {})])[0](np.ones(3, np.float32)).tolist() == [1] * 3
-    entries = {file.name.partition("-")[0] for file in cache.folder.iterdir()}
-    assert entries == (set() if changed else {"shapes", "step"})
+        touched(code / "pallas" / "b.py")
+    assert (CACHE_OF_PROGRAMS() is None) == (changed == "before they are read")
+    prepared()
+    assert entries(cache) == (set() if changed else {"shapes", "step"})
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_no_entry_is_used_once_files_have_changed(code, cache, monkeypatch, changed):
+    """Which modules that are imported later make of them, no key tells."""
+    prepared()
+    if changed:
+        touched(code / "pallas" / "b.py")
+    traced, lowered, shapes = [], Request.lowered, jax.eval_shape
+    monkeypatch.setattr(Request, "lowered", lambda request: traced.append("program") or lowered(request))
+    monkeypatch.setattr(jax, "eval_shape", lambda *call: traced.append("shapes") or shapes(*call))
+    prepared()
+    assert traced == (["shapes", "program"] if changed else [])
+
+
+def test_files_that_vanish_while_a_program_is_compiled_end_nothing(code, cache, monkeypatch):
+    compiled = kept.compiled
+
+    def compiles(*arguments):
+        (code / "pallas" / ".#b.py").symlink_to("user@machine.123:456")
+        (code / "pallas" / "b.py").unlink(missing_ok=True)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(kept, "compiled", compiles)
+    prepared()
+    assert entries(cache) == {"shapes"}
+
+
+def test_files_are_looked_at_once_for_a_build(code, cache, monkeypatch):
+    looks, real = [], sources.are_unchanged
+    monkeypatch.setattr(sources, "are_unchanged", lambda: looks.append(threading.current_thread().name) or real())
+    requests = [Request(function, (SHAPE,), WHERE, None, {}) for function in (jax.nn.relu, jax.nn.gelu)]
+    programs_of(requests)
+    assert len(looks) == 2  # before any is used, and before any is kept
+    looks.clear()
+    programs_of(requests)
+    assert len(looks) == 1 and looks[0].startswith("compile")

@@ -131,8 +131,8 @@ def passed() -> list[Call] | None:
 
 
 def have_passed(calls: Sequence[Call]) -> bool:
-    """Whether the user's cache has a pass of each."""
-    return all(os.path.isfile(_pass(*call)) for call in calls)
+    """Whether the user's cache has a pass of each, of files as they were when they were first read."""
+    return sources.are_loaded("pallas") and all(os.path.isfile(_pass(*call)) for call in calls)
 
 
 def begin_checks() -> None:
@@ -258,12 +258,16 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """The reason against a kernel, which is logged, or None. A pass is written to the user's cache."""
+    """The reason against a kernel, which is logged, or None. A pass is written to the user's cache, unless a kernel's
+    source has changed since the start: it would tell of another one.
+    """
     pass_file = _pass(op, name, call)
-    if os.path.isfile(pass_file):  # False if its folder may not be searched
+    if os.path.isfile(pass_file) and sources.are_unchanged("pallas"):  # no file if its folder may not be searched
         return None
     reason = _difference(compare)
     if reason is None:
+        if not sources.are_unchanged("pallas"):
+            return None
         with contextlib.suppress(OSError):  # if the cache cannot be written, the next start repeats the check
             pass_file.parent.mkdir(parents=True, exist_ok=True)
             pass_file.touch()

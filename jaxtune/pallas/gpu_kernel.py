@@ -112,7 +112,7 @@ def kernels_of(program: jax.stages.Lowered) -> list[Settings]:
 
 def compile_beside(kernels: Iterable[Settings], device: Any, pool: Executor) -> list[Future[None]]:
     """Starts to compile Mosaic kernels in parallel. XLA would compile a program's one by one, also if it is from a
-    cache; Mosaic compiles no kernel twice in a process.
+    cache and Mosaic's library has no name (`program_cache`); Mosaic compiles no kernel twice in a process.
 
       device: for which it is compiled. pool: runs the compilations; the futures raise their errors.
     """

@@ -1,10 +1,10 @@
-"""Starts JAX's devices in a thread, while the main thread imports and reads files: CUDA's context takes a second."""
+"""Starts JAX's devices in a thread, while the main thread imports and reads files: XLA takes most of a GPU's memory at
+once, which took one to two seconds.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
 from collections.abc import Callable
 
 from jaxtune.system import early_import, host_memory, timing
@@ -15,16 +15,7 @@ def begin(then: Callable[[], object]) -> None:
     said to whoever uses them. Not for one of several processes, which must join the others first.
     """
     host_memory.allow_pinned()
-    early_import.begin(_wake)
     early_import.begin(functools.partial(_start, then))
-
-
-def _wake() -> None:
-    """Initialises NVIDIA's driver beside the import of JAX: two seconds where no process keeps the GPUs up."""
-    platforms = os.environ.get("JAX_PLATFORMS", "").lower().split(",")
-    if {"", "cuda", "gpu"} & {*platforms}:
-        with timing.phase("devices", "driver"):
-            ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
 def _start(then: Callable[[], object]) -> None:

@@ -7,35 +7,44 @@ import gc
 
 # Python freezes some hundred objects of its own when it starts; a caller who freezes has frozen far more.
 _FROZEN_BY_PYTHON = 2_000
+_SELDOM = 20_000
 _depth = 0  # how many contexts have been entered and not left
-_rests = False
-_frozen = 0  # objects that `imported` froze
+_rests: tuple[int, int, int] | None = None  # the thresholds before `rest_while_importing`
+_frozen = 0  # objects that `imported` froze, and Python
 
 
 def rest_while_importing() -> None:
-    """No garbage collection until `imported`, in a process that runs nothing else: what modules make stays."""
+    """No garbage collection until `imported`, in a process that runs nothing else: what modules make stays. A module
+    may disable collections meanwhile, or set thresholds, for good.
+    """
     global _rests
-    _rests = gc.isenabled()
-    gc.disable()
+    if gc.isenabled() and gc.get_threshold()[0] > 0:
+        _rests = gc.get_threshold()
+        gc.set_threshold(0, *_rests[1:])
 
 
 def imported() -> None:
     """Ends `rest_while_importing`; collections skip what there is by now. Does nothing without it."""
     global _rests, _frozen
-    if _rests:
-        _rests = False
+    if _rests is not None:
         gc.freeze()
         _frozen = gc.get_freeze_count()
-        gc.enable()
+        if gc.get_threshold()[0] == 0:
+            gc.set_threshold(*_rests)
+        _rests = None
 
 
 def collect_seldom() -> None:
     """Garbage collections of a process start at 20,000 new objects, not 700: JAX calls Python at each, which is a tenth
     of the time in which a command imports, traces and plans. Arrays in cycles that nothing reaches live longer.
     """
+    global _rests
+    if _rests is not None:
+        _rests = max(_rests[0], _SELDOM), *_rests[1:]
+        return
     young, *older = gc.get_threshold()
-    if 0 < young < 20_000:
-        gc.set_threshold(20_000, *older)
+    if 0 < young < _SELDOM:
+        gc.set_threshold(_SELDOM, *older)
 
 
 @contextlib.contextmanager
@@ -44,11 +53,11 @@ def frozen_heap():
     thousand, which a full collection in a step would visit. Does nothing in a nested context, or if the caller has
     frozen objects.
     """
-    global _depth
+    global _depth, _frozen
     _depth += 1
     try:
         # The number of frozen objects is looked at last: Python counts them one by one.
-        if _depth > 1 or gc.get_freeze_count() > _frozen + _FROZEN_BY_PYTHON:
+        if _depth > 1 or gc.get_freeze_count() > (_frozen or _FROZEN_BY_PYTHON):
             yield
             return
         gc.collect()
@@ -57,6 +66,7 @@ def frozen_heap():
             yield
         finally:
             gc.unfreeze()
+            _frozen = 0
     finally:
         _depth -= 1
 

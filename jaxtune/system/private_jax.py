@@ -6,7 +6,7 @@ core, pxla, xla_client: making a program of an executable that was not lowered i
 config: use_shardy_partitioner for one program, not the process; the settings on which traces depend.
 distributed: global_state; public functions start the backend, before joining.
 fused_attention_stablehlo: cuDNN attention with windows in packed rows and statistics for a backward pass.
-lib: cuda_versions, of the loaded CUDA libraries.
+lib: cuda_versions, of the loaded CUDA libraries; cuda_path, the folder of CUDA's tools.
 Device: a type.
 clean_up: what JAX does at the end of a process, a seventh of a second and more.
 replace, in_row_order: other memory for an array that others refer to.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import hashlib
 import importlib
 import logging
@@ -42,7 +43,7 @@ def use_program_cache() -> None:
     """
     timing.follow_jax()
     early_import.begin(sources.digest)  # a key needs it
-    _name_mosaic_library()
+    name_mosaic_library()
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -58,8 +59,9 @@ def use_program_cache() -> None:
         compilation_cache.reset_cache()  # an earlier program may have created JAX's own cache
 
 
-def _name_mosaic_library() -> None:
-    """As JAX does when it imports Mosaic. Without, a program from the cache compiles its Mosaic kernels again."""
+@functools.cache
+def name_mosaic_library() -> None:
+    """As JAX does when it imports Mosaic. Without, a program from a cache compiles its Mosaic kernels again."""
     with contextlib.suppress(ImportError):  # no plugin for GPUs
         bindings = importlib.import_module(f"{lib.__name__}.mosaic_gpu")._mosaic_gpu_ext
         library = Path(bindings.__file__).with_name("libmosaic_gpu_runtime.so")

@@ -92,9 +92,9 @@ def installation(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def package(folder: Path) -> None:
-    (folder / "transformers").mkdir(parents=True)
-    (folder / "transformers" / "__init__.py").touch()
+def package(folder: Path, name: str = "transformers") -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").touch()
 
 
 @pytest.mark.parametrize("change", ["RECORD", "place", "editable", "clone", "homeless"])
@@ -119,46 +119,64 @@ def test_another_installation_has_another_cache(change, installation, tmp_path, 
 
 _OLD_TRANSFORMERS = """
 import importlib.metadata
+import importlib.util
+from transformers import others
 
 FOUND = importlib.metadata.packages_distributions()
+count: int = len([name for name in ("json",) if importlib.util.find_spec(name)])
+assert importlib.metadata.version("numpy") and importlib.import_module("json").dumps
+
+
+def module(name):
+    return importlib
 
 
 def define_import_structure(module_path, prefix=None):
     return {}
 """
+_OTHERS = "from importlib.metadata import packages_distributions"
 _ASKS = """
-import sys
+import importlib, sys
 from importlib import metadata
 from jaxtune.models.files import transformers_import
 
 real, read = metadata.packages_distributions, []
 sys.addaudithook(lambda event, facts: read.append(facts[0]) if event == "open" and "RECORD" in str(facts[0]) else None)
 with transformers_import.names_kept():
-    from transformers.utils.import_utils import FOUND
-assert metadata.packages_distributions is real
-for name in sys.argv[1:]:
-    print(FOUND[name], sum("transformers-1.dist" not in str(file) for file in read) > 5)
+    from transformers.utils import import_utils
+from transformers import others
+FOUND = import_utils.FOUND
+assert metadata.packages_distributions is others.packages_distributions is real
+assert import_utils.importlib is import_utils.module("json") is importlib
+for name in ("numpy", "huggingface_hub", "jinja2", "flash_attn"):
+    names = name.replace("_", "-"), name
+    print(any(each in FOUND[name] for each in names), sum("transformers-1.dist" not in str(file) for file in read) > 5)
+print(*("flash-attn-4" in FOUND[name] for name in ("numpy", "flash_attn")))
+assert all(sorted(FOUND[name]) == sorted(names) for name, names in real().items()) and {**FOUND}.keys() == real().keys()
 print("no such package" in FOUND, len(FOUND) == len(real()), list(FOUND) == list(real()))
 """
 
 
 def test_no_distribution_is_searched_for_packages_of_its_name(installation):
-    """transformers asks at its import; before 5.23 for each file of all distributions whether it exists."""
+    """transformers asks at its import; before 5.23 for each file of all distributions whether it exists. Who else asks
+    meanwhile gets Python's answer.
+    """
     folder = installation.parent / "transformers"
     (folder / "utils").mkdir()
     (folder / "utils" / "__init__.py").touch()
     (folder / "utils" / "import_utils.py").write_text(_OLD_TRANSFORMERS)
+    (folder / "others.py").write_text(_OTHERS)
+    package(installation.parent, "flash_attn")
+    for name in ("flash-attn", "flash-attn-4"):
+        distribution = installation.parent / f"{name.replace('-', '_')}-2.dist-info"
+        distribution.mkdir()
+        (distribution / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2\n")
+        (distribution / "RECORD").write_text("flash_attn/__init__.py,sha256=1,1\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)])}
-    command = [sys.executable, "-c", _ASKS, "numpy", "huggingface_hub", "jinja2", "yaml"]
+    command = [sys.executable, "-c", _ASKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "['numpy'] False",
-        "['huggingface_hub'] False",
-        "['jinja2'] False",
-        f"{metadata.packages_distributions()['yaml']} True",
-        "False True True",
-    ]
+    assert done.stdout.splitlines() == ["True False"] * 4 + ["False True", "False True True"]
 
 
 def test_a_package_has_the_version_that_the_whole_list_gives():
@@ -166,5 +184,9 @@ def test_a_package_has_the_version_that_the_whole_list_gives():
     at_need = transformers_import._Distributions(lambda: listed)
     for package, distributions in listed.items():
         if package.isidentifier() and importlib.util.find_spec(package) is not None:
-            first = next((name for name in (package.replace("_", "-"), package) if name in distributions), None)
-            assert metadata.version(at_need[package][0]) == metadata.version(first or distributions[0]), package
+            assert list(at_need[package]) == distributions
+            names = package.replace("_", "-"), package
+            chosen, first = (
+                next((name for name in names if name in of), of[0]) for of in (at_need[package], distributions)
+            )
+            assert metadata.version(chosen) == metadata.version(first), package

@@ -85,6 +85,27 @@ def test_a_pass_is_remembered_by_later_processes_until_a_kernel_changes(gpu, mon
     assert kernel.calls == 2
 
 
+@pytest.mark.parametrize("stored", ["before", "meanwhile"])
+def test_no_pass_is_of_a_kernel_that_changed_after_its_digest_was_made(gpu, monkeypatch, stored):
+    """Neither is one stored before believed, nor is one stored."""
+    kernel, changed = Counted(), []
+    monkeypatch.setattr(dispatch.sources, "are_unchanged", lambda folder: folder == "pallas" and not changed)
+    if stored == "before":
+        check(kernel)
+        monkeypatch.setattr(dispatch, "first_uses", {})
+        changed.append(True)
+    else:
+        kernel.spoil = lambda out: changed.append(True) or out
+    check(kernel)
+    assert kernel.calls == (2 if stored == "before" else 1)
+    assert dispatch.have_passed([("op", "kernel", "bfloat16")]) == (stored == "before")
+    wrong = Counted(lambda out: out * 1.5)
+    monkeypatch.setattr(dispatch, "first_uses", {})
+    assert "relative error 0.5" in str(check(wrong))
+    monkeypatch.setattr(dispatch.sources, "are_loaded", lambda folder: False)
+    assert not dispatch.have_passed([("op", "kernel", "bfloat16")])
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.programs import ahead
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.models.programs.kept import Request, programs_of
-from jaxtune.system import early_import, invocation, processes
+from jaxtune.system import early_import, invocation, processes, program_cache
 from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import ProgramCache, in_use
 from jaxtune.train.trainer import Trainer
@@ -120,6 +121,26 @@ def test_an_entry_is_loaded_on_its_own_devices_only(start, devices):
     for others in ((0,), (1,), (0, 1), (1, 0)):
         loaded = ahead.load(entry, cache, [jax.devices()[device] for device in others])
         assert (loaded is not None) == (others == devices)
+
+
+def test_loading_names_the_library_of_kernels(start, loads, monkeypatch, tmp_path):
+    """Else XLA compiles the kernels of each loaded program again: with JAX's own cache nobody else names it."""
+    (library := tmp_path / "libmosaic_gpu_runtime.so").touch()
+    bindings = types.SimpleNamespace(__file__=str(tmp_path / "_mosaic_gpu_ext.so"))
+    monkeypatch.setitem(
+        sys.modules, f"{program_cache.lib.__name__}.mosaic_gpu", types.SimpleNamespace(_mosaic_gpu_ext=bindings)
+    )
+    start()
+    ran(on(0))
+    monkeypatch.setenv(program_cache._MOSAIC, "")  # taken away again after the test
+    monkeypatch.delenv(program_cache._MOSAIC)
+    program_cache.name_mosaic_library.cache_clear()
+    try:
+        start()
+        ran(on(0))
+    finally:
+        program_cache.name_mosaic_library.cache_clear()
+    assert len(loads) == 1 and os.environ[program_cache._MOSAIC] == str(library)
 
 
 WORDS = st.text() | st.sampled_from(["x" * 300, "~nobody-of-this-name/x", "~", "\0", "/" * 5000, "\udcff"])

@@ -290,6 +290,8 @@ ENVIRONMENT = {
     "JAXTUNE_TUNING": "x",
     "TRITON_DEBUG": "1",
     "NVIDIA_TF32_OVERRIDE": "0",
+    "MOSAIC_GPU_LLVM_DEBUG_ONLY": "x",
+    "MOSAIC_GPU_NVDISASM_PATH": "/x",
 }
 
 
@@ -596,10 +598,29 @@ print(environment != dict(os.environ), before == surroundings.of(jax.local_devic
 """
 
 
+_KEY = """
+import jax
+from jaxtune.models.programs import described, surroundings
+print(described.Digests().of(surroundings.of(jax.local_devices())).hex())
+"""
+
+
+def test_another_toolkit_gives_another_key(tmp_path):
+    """It has another compiler of kernels, whose version no package tells."""
+
+    def key(**environment: str) -> str:
+        before = {name: value for name, value in os.environ.items() if name != "CUDA_ROOT"}
+        environment = before | {"PYTHONPATH": str(Path(jaxtune.__file__).parents[1])} | environment
+        done = subprocess.run([sys.executable, "-c", _KEY], capture_output=True, text=True, env=environment, check=True)
+        return done.stdout
+
+    keys = [key(), key(CUDA_ROOT=str(tmp_path / "a")), key(CUDA_ROOT=str(tmp_path / "b"))]
+    assert len({*keys}) == 3 and key() == keys[0]
+
+
 def test_no_import_changes_a_key():
     """Mosaic names its folders in the environment, at its first use: after a program that was traced."""
-    places = ("MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH")
-    environment = {name: value for name, value in os.environ.items() if name not in places}
+    environment = {name: value for name, value in os.environ.items() if name not in surroundings._OF_MOSAIC}
     environment["PYTHONPATH"] = str(Path(jaxtune.__file__).parents[1])
     command = [sys.executable, "-c", _IMPORTS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

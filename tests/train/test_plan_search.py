@@ -289,6 +289,19 @@ def test_for_which_budgets_a_failure_counts(tmp_path, cache, need, had, budget, 
     assert (failures.of(forecast, budget) is not None) == known
 
 
+@pytest.mark.parametrize("changed", ["never", "while it is planned", "before it is read"])
+def test_failures_of_other_code_are_neither_kept_nor_believed(tmp_path, cache, monkeypatch, changed):
+    """Of files that changed while a process ran: it plans with others than it would name."""
+    trainer = again(tmp_path)
+    forecast = choose(trainer.planner.cost, StepSpec.of(trainer.config), trainer.planner.device, None, (64 * 48,))
+    monkeypatch.setattr(known.sources, "are_unchanged", lambda: changed != "while it is planned")
+    failures = known.KnownFailures("of a test")
+    failures.add(Failed(forecast.plan, forecast.peak_bytes, 2e9), 1e9)
+    assert failures.of(forecast, 1.5e9) is not None  # of this process
+    monkeypatch.setattr(known.sources, "are_unchanged", lambda: changed != "before it is read")
+    assert (known.KnownFailures("of a test").of(forecast, 1.5e9) is not None) == (changed == "never")
+
+
 # ---- several processes
 
 

@@ -12,10 +12,11 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import overload
 
 from jaxtune.system import early_import, no_torch, timing
 from jaxtune.system.files import atomic_write
@@ -37,7 +38,7 @@ def begin(runs_code: bool) -> None:
         no_torch.forbid()
 
     def load() -> None:
-        importlib.import_module("jax")  # first: the devices, which start beside this, need no more of Python's lock
+        importlib.import_module("jax")  # first: the devices wait for it, and take Python's lock no more once they start
         with _imported() as transformers:
             _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast
 
@@ -115,11 +116,15 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname == _LOOKS else None
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            loader, run = spec.loader, spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with _distributions_at_need():
+                code = loader.get_code(fullname) if isinstance(loader, importlib.abc.InspectLoader) else None
+                if code is None:
                     run(module)
+                else:
+                    exec(code, vars(module), names := _Names(vars(module)))
+                    names.end()
                 if self._path is not None:
                     setattr(module, _LOOK, _through_cache(getattr(module, _LOOK), self._path))
 
@@ -127,16 +132,57 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Distributions(Mapping[str, list[str]]):
-    """importlib.metadata.packages_distributions(), asked for once a package has no distribution of its name."""
+class _Names(MutableMapping[str, object]):
+    """The names of a module while it runs, in which `importlib` has a packages_distributions of its own."""
+
+    def __init__(self, names: dict[str, object]):
+        self._names = names
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self._names[name] = _with_distributions_at_need() if value is importlib else value
+
+    def __getitem__(self, name: str) -> object:
+        return self._names[name]
+
+    def __delitem__(self, name: str) -> None:
+        del self._names[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def end(self) -> None:
+        """`importlib` is Python's again."""
+        for name, value in self._names.items():
+            if isinstance(value, _Changed):
+                self._names[name] = importlib
+
+
+class _Changed(ModuleType):
+    """A module with other attributes."""
+
+    def __init__(self, module: ModuleType, **changes: object):
+        super().__init__(module.__name__, module.__doc__)
+        vars(self).update(vars(module) | changes)
+
+
+def _with_distributions_at_need() -> ModuleType:
+    of_packages = _Changed(metadata, packages_distributions=lambda: _Distributions(metadata.packages_distributions))
+    return _Changed(importlib, metadata=of_packages)
+
+
+class _Distributions(Mapping[str, Sequence[str]]):
+    """importlib.metadata.packages_distributions(), asked for at need: a package has a distribution of its name."""
 
     def __init__(self, find: Callable[[], Mapping[str, list[str]]]):
         self._all = functools.cache(find)
 
-    def __getitem__(self, package: str) -> list[str]:
+    def __getitem__(self, package: str) -> Sequence[str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.version(package)
-            return [package]
+            return _Providers(package, self._all)
         return self._all()[package]
 
     def __iter__(self) -> Iterator[str]:
@@ -146,15 +192,29 @@ class _Distributions(Mapping[str, list[str]]):
         return len(self._all())
 
 
-@contextlib.contextmanager
-def _distributions_at_need() -> Iterator[None]:
-    """A context in which importlib.metadata.packages_distributions() returns _Distributions."""
-    find = metadata.packages_distributions
-    metadata.packages_distributions = lambda: _Distributions(find)
-    try:
-        yield
-    finally:
-        metadata.packages_distributions = find
+class _Providers(Sequence[str]):
+    """The names of a package's distributions, of which it has one of its own name; others are asked for at need."""
+
+    def __init__(self, package: str, find: Callable[[], Mapping[str, list[str]]]):
+        self._package, self._find = package, find
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).replace("_", "-").lower() == self._package.replace("_", "-").lower() or name in self._names()
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._names()[index]
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        return self._find().get(self._package, [self._package])
 
 
 type Names = dict[frozenset[str], dict[str, set[str]]]  # {packages that they need: {module: names}}

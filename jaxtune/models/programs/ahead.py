@@ -24,7 +24,7 @@ from jaxtune.models.programs import surroundings
 from jaxtune.pallas import dispatch
 from jaxtune.system import early_import, invocation, processes, timing
 from jaxtune.system.private_jax import compilation_cache, xla_client
-from jaxtune.system.program_cache import ProgramCache, in_use
+from jaxtune.system.program_cache import ProgramCache, in_use, name_mosaic_library
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ def load(entry: Mapping, cache: ProgramCache, devices: Sequence) -> Executable |
     if (compressed := cache.get(entry["executable"])) is None:
         return None
     serialized, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(compressed))
+    name_mosaic_library()  # the user may have set JAX's cache alone
     placed = xla_client.DeviceList(tuple(devices))
     return Executable(entry, devices[0].client.deserialize_executable(serialized, placed), placed)
 

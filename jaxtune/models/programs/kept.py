@@ -97,7 +97,8 @@ class Request:
         where, nesting = jax.tree.flatten(self.out_shardings)
         try:
             with self.context():
-                parts = (self.function, leaves, structure, where, nesting, self.donated, self.shardy)
+                devices = [device.id for device in self.devices]
+                parts = (self.function, leaves, structure, where, nesting, self.donated, self.shardy, devices)
                 settings = sorted(self.options.items()), config.trace_context(), surroundings.of(self.devices)
                 return f"step-{digests.of((_FORMAT, parts, settings)).hex()}"
         except described.Undescribed as error:
@@ -133,8 +134,10 @@ def _built(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.
         keys = [None if cache is None else request.key(digests) for request in requests]
     done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache))
     if cache is not None:
-        for request, key, made in zip(requests, keys, done, strict=True):
-            if isinstance(made, _Fresh) and key is not None:
+        built = zip(requests, keys, done, strict=True)
+        fresh = [(request, key, made) for request, key, made in built if isinstance(made, _Fresh) and key is not None]
+        if fresh and sources.are_unchanged():
+            for request, key, made in fresh:
                 _keep(request, key, made, cache)
         pairs = zip(keys, requests, strict=True)
         ahead.note([(key, request.devices) for key, request in pairs if key is not None], cache)
@@ -157,7 +160,7 @@ def cache_of_programs() -> ProgramCache | None:
             logger.info("programs are traced, as a function in %s is not of %s", where, package)
             return None
     if not sources.are_loaded():
-        logger.info("programs are traced, as files of jaxtune changed since this process began")
+        logger.info("programs are traced, as files of jaxtune changed since this process began, or cannot be read")
         return None
     return cache
 
@@ -173,15 +176,17 @@ def _loaded_or_compiled(
         with timing.phase("cached", request.name):
             return _loaded(request, key, cache)
 
-    pool = ThreadPoolExecutor(min(2 * len(requests), _MOST_THREADS), "compile")
+    pool = ThreadPoolExecutor(1 + min(2 * len(requests), _MOST_THREADS), "compile")
     try:
+        # Else what a module that was imported late computes is not what keys tell.
+        unchanged = pool.submit(lambda: cache is not None and sources.are_unchanged())
         loading = [pool.submit(loaded, *pair) for pair in zip(requests, keys, strict=True)]
         done = []
         with uncollected():
             for request, future in zip(requests, loading, strict=True):
                 with timing.phase("wait", "programs"):
-                    program = waiting.needed(future)
-                if program is not None:
+                    is_loaded = waiting.needed(future) is not None and waiting.needed(unchanged)
+                if is_loaded:
                     done.append(future)
                     continue
                 with dispatch.overheard() as said:
@@ -381,7 +386,12 @@ def _of_array(leaf: _Leaf, device) -> tuple[bool, str | None]:
 def result_shapes(function: Callable, *arguments):
     """jax.eval_shape on shapes, whose result is kept: tracing a deep model takes tenths of a second."""
     cache = None if dispatch.any_failed() else cache_of_programs()
-    if cache is None or (key := _shapes_key(function, arguments)) is None:
+    if cache is None:
+        return jax.eval_shape(function, *arguments)
+    with ThreadPoolExecutor(1) as pool:
+        unchanged = pool.submit(sources.are_unchanged)
+        key = _shapes_key(function, arguments)
+    if key is None or not unchanged.result():
         return jax.eval_shape(function, *arguments)
     structures = [jax.tree.structure(argument) for argument in arguments]
     if (content := cache.get(key)) is not None:
@@ -426,13 +436,11 @@ def _shapes_key(function: Callable, arguments: tuple) -> str | None:
 
 
 def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> None:
-    """Writes an entry, unless the program has what no entry holds, or files of jaxtune have changed meanwhile."""
+    """Writes an entry, unless the program has what no entry holds."""
     unloaded = getattr(fresh.program._executable, "_unloaded_executable")  # noqa: B009 - of a subclass
     with_more = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.keepalive, unloaded.host_callbacks)
     checks = dispatch.passed()
     if fresh.executable is None or checks is None or any(with_more) or unloaded.mut or fresh.program._params.const_args:
-        return
-    if not sources.are_unchanged():
         return
     if any(jnp.dtype(str(aval.dtype)) != aval.dtype for aval in unloaded.output_avals):
         return

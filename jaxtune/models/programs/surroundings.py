@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -15,12 +14,18 @@ import jax
 from jaxtune.models.programs import described
 from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
 from jaxtune.system import sources
-from jaxtune.system.private_jax import xla_client
+from jaxtune.system.private_jax import lib, xla_client
 
 _OF_COMPILERS = ("XLA_", "JAX_", "JAXTUNE_", "MOSAIC_", "TRITON_", "PALLAS_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "NCCL_")
 _OF_ALLOCATOR = ("XLA_PYTHON_CLIENT_", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-# Places that Mosaic names when it is imported, which a start does at its first use; what is there, versions tell.
-_OF_MOSAIC = re.compile("MOSAIC_GPU_.*(_PATH|_ROOT)")
+# What Mosaic sets when it is imported, at its first use: the folder of CUDA's tools, which `of_start` has from JAX, and
+# files of packages, which have versions.
+_OF_MOSAIC = (
+    "MOSAIC_GPU_CUDA_ROOT",
+    "MOSAIC_GPU_RUNTIME_LIB_PATH",
+    "MOSAIC_GPU_NVSHMEM_BC_PATH",
+    "MOSAIC_GPU_NVSHMEM_SO_PATH",
+)
 
 
 def of(devices: Sequence) -> tuple:
@@ -35,13 +40,15 @@ def of_start(devices: Sequence) -> tuple:
     platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
     variables = {name: value for name, value in sorted(os.environ.items()) if _decides(name)}
     flags = [word for word in sys.argv if word.startswith("--xla")]
-    return platform, sources.digest(), _versions(), variables, flags
+    tools = lib.cuda_path  # of the user's CUDA_ROOT, whose versions no package tells, or of a package
+    return platform, sources.digest(), _versions(), tools, variables, flags
 
 
 def _decides(variable: str) -> bool:
     """Whether programs may depend on an environment variable."""
-    told_otherwise = "CACHE" in variable or variable.startswith(_OF_ALLOCATOR) or _OF_MOSAIC.fullmatch(variable)
-    return variable.startswith(_OF_COMPILERS) and not told_otherwise
+    if "CACHE" in variable or variable.startswith(_OF_ALLOCATOR) or variable in _OF_MOSAIC:
+        return False
+    return variable.startswith(_OF_COMPILERS)
 
 
 def _topology(devices: Sequence) -> int | None:

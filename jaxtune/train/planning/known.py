@@ -33,7 +33,9 @@ class KnownFailures:
         self._found: list[dict[str, Any]] = processes.of_first(self._read)
 
     def _read(self) -> list[dict[str, Any]]:
-        content = None if self._cache is None else self._cache.get(self._key)
+        if self._cache is None or not sources.are_unchanged():
+            return []
+        content = self._cache.get(self._key)
         return [] if content is None else json.loads(content)
 
     def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
@@ -54,7 +56,7 @@ class KnownFailures:
         """Records a failure. budget_bytes: what the plan might take; None: no limit."""
         facts = {"need": failed.need_bytes, "short": failed.short_bytes, "budget": budget_bytes}
         self._found.append({"plan": failed.plan.to_record(), **facts})
-        if self._cache is not None and processes.first():
+        if self._cache is not None and processes.first() and sources.are_unchanged():
             self._cache.put(self._key, json.dumps(self._found).encode())
 
 
