@@ -30,6 +30,7 @@ from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, RowGate, activated, gated_rows
 from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.normed_heads.reference import rotated
 from jaxtune.pallas.routing import choose_experts, expert_weights
 
 pytestmark = pytest.mark.usefixtures("compiled_in_full")
@@ -211,6 +212,7 @@ FUNCTIONS = {  # of float32[rows, columns], a row's results of the row alone
     **{name: functools.partial(lambda name, x: activated(x, x[:, ::-1], name), name) for name in ACTIVATIONS},
     "gated_rows": lambda x: gated_rows(jnp.concatenate([x, x], 1), x[:, 0], RowGate("silu")),
     "clipped_rows": lambda x: gated_rows(jnp.concatenate([x, x], 1), x[:, 0], RowGate("silu", 7.0, 1.702, True)),
+    "rotated": lambda x: rotated(False, x[:, None, None].repeat(2, -1), x[:, None], x[:, None, ::-1]),
     "norm": lambda x: normed(x, x[0] * 0 + 1.5, 1e-6, 0.0, False),
 }
 

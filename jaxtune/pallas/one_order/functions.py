@@ -1,13 +1,12 @@
 """Functions of single numbers, as a CPU computes them in one order: by additions, multiplications and divisions alone,
 because XLA has several exponentials for a CPU, with other last bits, and chooses by the shape of a loop.
 
-Computed in float32, in the argument's dtype; derivatives are those of the functions. No sum adds two rounded products,
-so that nothing depends on which of them is contracted with the sum.
+Computed in float32, rounded to the argument's dtype; derivatives are those of the functions. No sum adds two rounded
+products, so that nothing depends on which of them is contracted with the sum.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -36,7 +35,9 @@ _ERFC = (
 )
 
 
-def _of_float32(function: Callable[[jax.Array], jax.Array], derivative: Callable[[jax.Array, jax.Array], jax.Array]):
+def _of_float32(
+    function: Callable[[jax.Array], jax.Array], derivative: Callable[[jax.Array, jax.Array], jax.Array]
+) -> Callable[[jax.Array], jax.Array]:
     """function in its argument's dtype. derivative: of (x, function(x)), float32."""
 
     @jax.custom_jvp
@@ -49,7 +50,7 @@ def _of_float32(function: Callable[[jax.Array], jax.Array], derivative: Callable
         out = computed(x)
         return out, (derivative(x.astype(jnp.float32), out.astype(jnp.float32)) * dx).astype(out.dtype)
 
-    return functools.wraps(function)(computed)
+    return computed
 
 
 def _polynomial(x: jax.Array, coefficients: Sequence[float]) -> jax.Array:
