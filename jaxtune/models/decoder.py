@@ -420,7 +420,7 @@ class Decoder(nnx.Module):
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         cap = self.config.final_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return logits if cap is None else cap * one_order.tanh(logits / cap)
 
     def __call__(
         self,

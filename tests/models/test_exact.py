@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import draws, forget_programs
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import adapted_model, tiny_model
@@ -21,8 +24,14 @@ from jaxtune.models.generation import exactness
 from jaxtune.models.generation.differences import differences
 from jaxtune.models.generation.exactness import refusal, require_exact
 from jaxtune.models.generation.generate import training_logprobs
+from jaxtune.models.layers.segment import INPUT, OUTPUT, Context
 from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.gated import ACTIVATIONS, RowGate, activated, gated_rows
+from jaxtune.pallas.normed_heads import normed
+from jaxtune.pallas.normed_heads.reference import rotated
+from jaxtune.pallas.routing import choose_experts, expert_weights
 
 pytestmark = pytest.mark.usefixtures("compiled_in_full")
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, attention_scale=0.25)
@@ -34,7 +43,12 @@ KINDS = {
     "biases_and_a_soft_cap": dict(qkv_bias=True, attention_soft_cap=5.0, final_soft_cap=8.0),
     "windows_and_sinks": dict(layers=(LayerSpec(window=50), LayerSpec()), attention_sinks=True),
     "experts": dict(moe=MOE),
-    "experts_of_all": dict(moe=MoEConfig(num_experts=4, experts_per_token=2, expert_size=32, renormalize=False)),
+    "experts_of_all": dict(moe=dataclasses.replace(MOE, renormalize=False)),
+    "experts_of_odd_sizes": dict(moe=MoEConfig(num_experts=7, experts_per_token=3, expert_size=21, renormalize=False)),
+    "shared_expert": dict(moe=dataclasses.replace(MOE, shared_size=40), activation="gelu_tanh"),
+    "clipped_experts": dict(
+        moe=dataclasses.replace(MOE, swiglu_limit=2.0, interleaved=True, router_bias=True, expert_bias=True)
+    ),
 }
 
 
@@ -42,6 +56,40 @@ def model_of(kind: str, dtype: str, load_in: str | None) -> Decoder:
     model = tiny_model(dtype, **(SHAPE | KINDS[kind]))
     settings = dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"]) if model.config.moe else {}
     return adapted_model(quantize(model, load_in) if load_in else model, r=4, lora_alpha=6, **settings)
+
+
+EXPERTS = [kind for kind, changes in KINDS.items() if "moe" in changes]
+
+
+@pytest.mark.full
+@draws(8)
+@given(st.data())
+def test_experts_give_a_token_the_same_bits_beside_any_others(data):
+    forget_programs()
+    kind, dtype = data.draw(st.sampled_from(EXPERTS)), data.draw(st.sampled_from(["float32", "bfloat16"]))
+    load_in = data.draw(st.sampled_from([None, "nf4"])) if kind == "experts" else None
+    model = model_of(kind, dtype, load_in)
+    layer, context = model.layers[0].parts["mlp"], Context(model.config.layers[0], packed_layout((1, 1)))
+    graph, state = nnx.split(layer)
+
+    @functools.partial(one_order.exactly_if, True)
+    @jax.jit
+    def fed_forward(state, x):
+        moe = nnx.merge(graph, state)
+        values = {INPUT: x, "choice": moe.choose(x)}
+        for segment in moe.segments():
+            if segment.name not in ("route", "balance"):
+                results = segment.run(moe, context, *(values[name] for name in segment.reads))
+                values |= dict(zip((residual.name for residual in segment.makes), results, strict=True))
+        return values[OUTPUT]
+
+    count = data.draw(st.integers(200, 300))
+    x = jax.random.normal(jax.random.key(count), (1, count, SHAPE["hidden_size"]), dtype)
+    whole = np.asarray(fed_forward(state, x), np.float32)
+    for size in data.draw(st.lists(st.integers(1, count), min_size=3, max_size=3)):
+        first = data.draw(st.integers(0, count - size))
+        some = np.asarray(fed_forward(state, x[:, first : first + size]), np.float32)
+        np.testing.assert_array_equal(some, whole[:, first : first + size])
 
 
 @pytest.mark.full
@@ -52,7 +100,7 @@ def test_sampler_and_training_forward_agree_in_every_bit(data):
     kind, dtype = data.draw(st.sampled_from([*KINDS])), data.draw(st.sampled_from(["bfloat16", "float32"]))
     load_in = data.draw(st.sampled_from([None, "nf4"])) if kind in ("dense", "normed_heads", "experts") else None
     lengths = data.draw(
-        st.lists(st.one_of(st.integers(1, 300), st.sampled_from([63, 64, 65, 129])), min_size=1, max_size=7)
+        st.lists(st.one_of(st.integers(1, 300), st.sampled_from([63, 64, 65, 129])), min_size=1, max_size=8)
     )
     draw = np.random.default_rng(data.draw(st.integers(0, 99)))
     prompts, new = [draw.integers(0, 48, length).tolist() for length in lengths], data.draw(st.integers(1, 24))
@@ -142,6 +190,89 @@ def test_gradients_are_those_of_the_product(argument):
     got = jax.grad(lambda x: jnp.sin(one_order.total(x)).sum())(operands[argument])
     want = jax.grad(lambda x: jnp.sin(x.sum(-1)).sum())(operands[argument])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def _log_probabilities(x):
+    return one_order.log_probabilities(x, jnp.argmin(x, -1)[:, None], jnp.full(len(x), 0.7, jnp.float32), x.shape[1])
+
+
+def _expert_weights(x, renormalize):
+    return expert_weights(x, choose_experts(x, min(3, x.shape[1])), renormalize=renormalize)
+
+
+FUNCTIONS = {  # of float32[rows, columns], a row's results of the row alone
+    "exp": one_order.exp,
+    "log": lambda x: one_order.log(jnp.abs(x) + 1e-20),
+    "tanh": one_order.tanh,
+    "sigmoid": one_order.sigmoid,
+    "softmax": one_order.softmax,
+    "log_probabilities": _log_probabilities,
+    "expert_weights": functools.partial(_expert_weights, renormalize=True),
+    "expert_weights_of_all": functools.partial(_expert_weights, renormalize=False),
+    **{name: functools.partial(lambda name, x: activated(x, x[:, ::-1], name), name) for name in ACTIVATIONS},
+    "gated_rows": lambda x: gated_rows(jnp.concatenate([x, x], 1), x[:, 0], RowGate("silu")),
+    "clipped_rows": lambda x: gated_rows(jnp.concatenate([x, x], 1), x[:, 0], RowGate("silu", 7.0, 1.702, True)),
+    "rotated": lambda x: rotated(False, x[:, None, None].repeat(2, -1), x[:, None], x[:, None, ::-1]),
+    "norm": lambda x: normed(x, x[0] * 0 + 1.5, 1e-6, 0.0, False),
+}
+
+
+@draws(2)
+@given(st.data())
+def test_functions_give_a_row_the_same_bits_beside_any_others(data):
+    """Of any number of columns: XLA takes another exponential for columns that are no multiple of a vector's."""
+    forget_programs()
+    columns, count = data.draw(st.sampled_from([3, 5, 7, 13, 31])), data.draw(st.integers(99, 300))
+    first = data.draw(st.integers(1, count - 1))
+    x = 6 * jax.random.normal(jax.random.key(count), (count, columns))
+    differing = []
+    for name, function in FUNCTIONS.items():
+        with one_order.exact():
+            run = jax.jit(function)
+            whole, some, alone = run(x), run(x[first:]), run(x[:1])
+        pairs = [*zip(*map(jax.tree.leaves, (some, whole)), strict=True)]
+        same = [np.array_equal(got, expected[first:]) for got, expected in pairs]
+        pairs = [*zip(*map(jax.tree.leaves, (alone, whole)), strict=True)]
+        if not all(same + [np.array_equal(got, expected[:1]) for got, expected in pairs]):
+            differing.append(name)
+    assert not differing
+
+
+def test_functions_are_as_close_as_float32_allows():
+    for computed, usual, least, most, absolute in (
+        (one_order.functions.exp, np.exp, -87.3, 88.7, 0.0),
+        (one_order.functions.log, np.log, 1e-30, 1e30, 0.0),
+        (one_order.functions.log, np.log, 0.5, 3.0, 2e-7),
+        (one_order.functions.tanh, np.tanh, -10.0, 10.0, 0.0),
+        (one_order.functions.sigmoid, lambda x: 1 / (1 + np.exp(-x)), -80.0, 80.0, 0.0),
+        (one_order.functions.erfc, np.vectorize(math.erfc), -6.0, 9.0, 5e-7),
+    ):
+        x = np.linspace(least, most, 20_001, dtype=np.float32)
+        np.testing.assert_allclose(computed(x), usual(np.float64(x)), rtol=3e-7, atol=absolute)
+
+
+def test_functions_have_their_derivatives():
+    x = jnp.linspace(-6, 6, 101)
+    for computed, usual in (
+        (one_order.functions.exp, jnp.exp),
+        (lambda x: one_order.functions.log(jnp.abs(x) + 1), lambda x: jnp.log(jnp.abs(x) + 1)),
+        (one_order.functions.tanh, jnp.tanh),
+        (one_order.functions.sigmoid, jax.nn.sigmoid),
+        (one_order.functions.silu, jax.nn.silu),
+        (one_order.functions.gelu, functools.partial(jax.nn.gelu, approximate=False)),
+        (one_order.functions.gelu_tanh, jax.nn.gelu),
+    ):
+        got, expected = (jax.vmap(jax.value_and_grad(function))(x) for function in (computed, usual))
+        np.testing.assert_allclose(got, expected, rtol=2e-6, atol=5e-6)
+    assert one_order.functions.silu(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_functions_at_their_ends():
+    ends = jnp.asarray([-np.inf, -100.0, np.inf, np.nan])
+    np.testing.assert_array_equal(one_order.functions.exp(ends), [0.0, 0.0, np.inf, np.nan])
+    np.testing.assert_array_equal(one_order.functions.sigmoid(ends), [0.0, 0.0, 1.0, np.nan])
+    np.testing.assert_array_equal(one_order.functions.tanh(ends), [-1.0, -1.0, 1.0, np.nan])
+    assert jnp.isfinite(jax.vmap(jax.grad(one_order.functions.silu))(jnp.asarray([-1e30, -100.0, 100.0]))).all()
 
 
 WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=128)

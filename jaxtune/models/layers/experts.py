@@ -33,6 +33,7 @@ from jaxtune.models.layers.segment import (
     Sizes,
 )
 from jaxtune.models.linear import Linear
+from jaxtune.pallas import one_order
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import RowGate, gated_rows, gated_rows_backward, in_place
 from jaxtune.pallas.quant_matmul import low_rank
@@ -292,7 +293,7 @@ class MoE(nnx.Module):
         """x is what the router's weights and a shared expert's gate are computed from."""
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
-            gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
+            gate = one_order.sigmoid(self.shared_expert_gate(x, context.key))
             out = out + gate * self.shared_expert.down(shared_gate, shared_up, context.key)
         return (out,)
 

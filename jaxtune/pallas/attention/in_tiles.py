@@ -52,14 +52,14 @@ def attended(
         key, value = (jnp.moveaxis(array, 2, 3)[:, :, :, None] for array in tile_of(index))  # [B, Q, kv, 1, KEYS, D]
         scores = one_order.contracted(grouped, key) * scale
         if soft_cap is not None:
-            scores = jnp.tanh(scores / soft_cap) * soft_cap
+            scores = one_order.tanh(scores / soft_cap) * soft_cap
         age = positions[..., None] - index
         visible = age >= 0 if window is None else (age >= 0) & (age < window)
         visible = visible[:, :, None, None]
         scores = jnp.where(visible, scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
-        fade = jnp.exp(top - new_top)
+        weights = jnp.where(visible, one_order.exp(scores - new_top[..., None]), 0.0)
+        fade = one_order.exp(top - new_top)
         rounded = weights.astype(query.dtype)[..., None, :]
         added = one_order.contracted(rounded, jnp.swapaxes(value, -1, -2))
         return new_top, total * fade + one_order.total(weights), out * fade[..., None] + added
@@ -71,11 +71,11 @@ def attended(
     if sinks is not None:  # one more term of the sum, behind all keys
         sink = sinks.astype(jnp.float32).reshape(kv_heads, -1)
         final = jnp.maximum(top, sink)
-        fade = jnp.exp(top - final)
-        top, total, out = final, total * fade + jnp.exp(sink - final), out * fade[..., None]
+        fade = one_order.exp(top - final)
+        top, total, out = final, total * fade + one_order.exp(sink - final), out * fade[..., None]
     total = jnp.maximum(total, 1e-30)
     out = jnp.where((positions >= 0)[:, :, None, None, None], out / total[..., None], 0.0)
-    return out.astype(query.dtype).reshape(query.shape), (top + jnp.log(total)).reshape(rows, count, heads)
+    return out.astype(query.dtype).reshape(query.shape), (top + one_order.log(total)).reshape(rows, count, heads)
 
 
 def forward(query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtune.pallas import one_order
 
 ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": one_order.of_order(one_order.functions.silu, jax.nn.silu),
+    "gelu_tanh": one_order.of_order(one_order.functions.gelu_tanh, functools.partial(jax.nn.gelu, approximate=True)),
+    "gelu": one_order.of_order(one_order.functions.gelu, functools.partial(jax.nn.gelu, approximate=False)),
 }
 
 
@@ -84,7 +84,7 @@ class RowGate:
         if self.limit is None:
             return ACTIVATIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+        return (up + 1) * gate * one_order.sigmoid(self.alpha * gate)
 
 
 def gated_rows(gate_up: jax.Array, weights: jax.Array, gate: RowGate) -> jax.Array:

@@ -70,7 +70,7 @@ def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Arr
         logits = logits * logit_scale
     slope = logit_scale
     if soft_cap is not None:
-        capped = jnp.tanh(logits / soft_cap)
+        capped = one_order.tanh(logits / soft_cap)
         logits, slope = capped * soft_cap, logit_scale * (1.0 - capped * capped)
     if temperature != 1.0:
         logits = logits / temperature

@@ -1,16 +1,21 @@
 """Sums in one order, whatever else a program computes ([exact](README.md)): plain JAX on a CPU, kernels on a GPU."""
 
-from jaxtune.pallas.one_order import triton
+from jaxtune.pallas.one_order import functions, triton
 from jaxtune.pallas.one_order.sums import (
     adapted,
     contracted,
     exact,
     exactly_if,
+    exp,
     is_exact,
+    log,
     log_probabilities,
+    of_order,
     product,
     runs_kernels,
+    sigmoid,
     softmax,
+    tanh,
     tempered,
     total,
 )
@@ -20,11 +25,17 @@ __all__ = [
     "contracted",
     "exact",
     "exactly_if",
+    "exp",
+    "functions",
     "is_exact",
+    "log",
     "log_probabilities",
+    "of_order",
     "product",
     "runs_kernels",
+    "sigmoid",
     "softmax",
+    "tanh",
     "tempered",
     "total",
     "triton",

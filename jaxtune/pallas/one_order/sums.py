@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.one_order import triton
+from jaxtune.pallas.one_order import functions, triton
 
 _STEP = 16  # columns that are added in one step of a loop
 
@@ -46,6 +46,22 @@ def exactly_if[**P, R](enabled: bool, function: Callable[P, R]) -> Callable[P, R
             return function(*arguments, **options)
 
     return run
+
+
+def of_order[**P](computed: Callable[P, jax.Array], usual: Callable[P, jax.Array]) -> Callable[P, jax.Array]:
+    """`computed` within `exact` on a CPU, whose own functions have other last bits by shape; otherwise `usual`."""
+
+    @functools.wraps(usual)
+    def run(*arguments: P.args, **options: P.kwargs) -> jax.Array:
+        return (computed if is_exact() and not runs_kernels() else usual)(*arguments, **options)
+
+    return run
+
+
+exp = of_order(functions.exp, jnp.exp)
+log = of_order(functions.log, jnp.log)
+tanh = of_order(functions.tanh, jnp.tanh)
+sigmoid = of_order(functions.sigmoid, jax.nn.sigmoid)
 
 
 @jax.custom_jvp
@@ -128,7 +144,7 @@ product.defvjp(lambda x, weight: (product(x, weight), (x, weight)), _product_bwd
 def normaliser(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(the largest score, the logarithm of the sum of exp(score - largest)), float32[...], over the last axis."""
     top = scores.max(-1)
-    return top, jnp.log(total(jnp.exp(scores - top[..., None])))
+    return top, log(total(exp(scores - top[..., None])))
 
 
 def tempered(scores: jax.Array, temperature: float | jax.Array) -> jax.Array:
@@ -153,5 +169,5 @@ def log_probabilities(
 
 def softmax(scores: jax.Array) -> jax.Array:
     """float32[..., K] over the last axis."""
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    weights = exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     return weights / total(weights)[..., None]
