@@ -118,8 +118,9 @@ def _quantised(model: Decoder, linears: bool) -> list[list[tuple[Linear | Expert
 def _decodable(matrix: Linear | ExpertLinear) -> Stored | None:
     """Its weight if each product would decode it to an array of the same order."""
     weight = matrix.stored_weight
-    stays = matrix.fp8 or matrix.fake_quant is not None or not isinstance(weight, Stored) or weight.swapped
-    return None if stays else weight
+    if matrix.fp8 or matrix.fake_quant is not None or not isinstance(weight, Stored) or weight.swapped:
+        return None
+    return weight
 
 
 def _adapted(model: Decoder, linears: bool) -> list[list[ExpertLinear]]:
