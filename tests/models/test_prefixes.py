@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from drawn import draws
 from drawn import model_of as drawn_model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import golden_model, tiny_model
 from toy_mixer import Decay
@@ -273,6 +273,7 @@ def test_the_least_recently_used_beginning_goes_first():
     st.none() | st.lists(st.integers(0, 10**5), min_size=1, max_size=4),
     st.booleans(),
 )
+@example(5000, 17, 128, 10**5, [85_000], False)
 def test_a_fixed_length_leaves_what_is_left_and_a_planned_one_leaves_room(asked, slots, length, room, layers, exact):
     """As much to prefixes as without copies of weights, which get what is left then."""
 
