@@ -188,13 +188,16 @@ def step_seconds(model: Any, texts: list[list[int]], exact: bool) -> dict[str, A
 
 
 def operations(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, Any]:
+    import jaxtune
     from jaxtune.models.generation.differences import differences
     from jaxtune.pallas import one_order
 
+    with jaxtune.Sampler(model, len(prompts), _PROMPT + _NEW, memory_share=0.5, exact=True) as sampler:
+        sampled_model = sampler.model
     table: dict[str, list] = {}
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     with one_order.exact():
-        for found in differences(model, texts, [len(p) for p in prompts], steps=2):
+        for found in differences(model, texts, [len(p) for p in prompts], sampled=sampled_model, steps=2):
             line = table.setdefault(f"{found.phase}: {found.operation}", [0, 0, 0.0, None])
             line[0] += found.numbers
             line[1] += found.differing

@@ -10,7 +10,10 @@ import pytest
 from jaxtune import cli
 from jaxtune.commands import exact_check
 from jaxtune.commands import machine_checks as doctor
+from jaxtune.models.files.quant import quantize
+from jaxtune.pallas.formats import Stored
 from jaxtune.profile.device import nvidia_smi
+from tests.models.tiny_models import tiny_model
 from tests.serve.running import BASE
 
 
@@ -160,6 +163,22 @@ def test_exact_compares_sampler_and_training(capsys):
     shown = capsys.readouterr().out
     assert "decoding: attention: 0 of" in shown and "sampled: log-probabilities: 0 of 384 differ" in shown
     assert shown.strip().endswith("all bits are equal")
+
+
+def test_exact_compares_what_the_sampler_multiplies(monkeypatch):
+    """Over weights that it has decoded once."""
+    monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e12)
+    kinds = []
+
+    def differences(model, *values, sampled):
+        for compared in (model, sampled):
+            matrices = [matrix for layer in compared.layers for *_, matrix in layer.matrices()]
+            kinds.append({isinstance(matrix.stored_weight, Stored) for matrix in matrices})
+        return ()
+
+    monkeypatch.setattr("jaxtune.models.generation.differences.differences", differences)
+    list(exact_check._lines(quantize(tiny_model(max_position_embeddings=512), "nf4"), True))
+    assert kinds == [{True}, {False}]
 
 
 def test_exact_says_when_an_operation_differs(capsys, monkeypatch):

@@ -69,7 +69,8 @@ def _lines(model, exact: bool) -> Iterator[_Line]:
     draw = np.random.default_rng(0)
     vocabulary = model.config.vocab_size
     prompts = [draw.integers(0, vocabulary, draw.integers(1, 2 * _PROMPT)).tolist() for _ in range(_ROWS)]
-    with Sampler(model, _ROWS, 2 * _PROMPT + _NEW, exact=exact) as sampler:
+    # The training forward runs in the other half of the free memory.
+    with Sampler(model, _ROWS, 2 * _PROMPT + _NEW, memory_share=0.5, exact=exact) as sampler:
         rows = sorted(sampler.run(prompts, _NEW, temperature=1.0, eos_token_ids=()), key=lambda row: row.index)
     answers: Sequence[list[int]] = [row.ids for row in rows]
     trained = training_logprobs(model, prompts, answers, _NEW, exact=exact)
@@ -78,7 +79,7 @@ def _lines(model, exact: bool) -> Iterator[_Line]:
     lines: dict[tuple[str, str], _Line] = {}
     with one_order.exact(exact):
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        for compared in differences(model, texts, [len(prompt) for prompt in prompts]):
+        for compared in differences(model, texts, [len(prompt) for prompt in prompts], sampled=sampler.model):
             key = compared.phase, compared.operation
             line = lines.setdefault(key, _Line(*key))
             line.numbers += compared.numbers

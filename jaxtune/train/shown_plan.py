@@ -82,7 +82,9 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
         open_length = isinstance(config.data.length, Unset)
         open_count = config.objective.rollout_func is not None  # which asks for any number of rows
         answers = None if open_count else spec.rows * packed.steps_per_generation
-        sampled = SampledRows(longest if open_length else spec.length, answers, packed.slots, packed.exact)
+        most = longest if open_length else spec.length
+        turns = bool(config.objective.tools or config.objective.environment_factory)
+        sampled = SampledRows(most, answers, packed.slots, packed.exact, turns)
         if open_length:
             length, rows = packed_shape(longest, spec.rows, (sharing or 1) * (config.micro_batches or 1))
             spec = replace(spec, rows=rows, length=length)

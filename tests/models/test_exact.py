@@ -20,7 +20,7 @@ from tiny_models import adapted_model, tiny_model
 from jaxtune import Decoder, Sampler
 from jaxtune.models.config import LayerSpec, MoEConfig, RopeConfig
 from jaxtune.models.files.quant import quantize
-from jaxtune.models.generation import exactness
+from jaxtune.models.generation import exactness, plain_layer
 from jaxtune.models.generation.differences import differences
 from jaxtune.models.generation.exactness import refusal, require_exact
 from jaxtune.models.generation.generate import training_logprobs
@@ -124,8 +124,10 @@ def test_sampler_and_training_forward_agree_in_every_bit(data):
 
 @pytest.mark.parametrize(("kind", "dtype"), [("dense", "bfloat16"), ("dense", "float32"), ("experts", "bfloat16")])
 def test_weights_that_are_converted_once_change_no_bit(kind, dtype, monkeypatch):
-    """For a row alone, too; of experts the adapters are padded, as where Mosaic's kernels multiply by them."""
+    """For a row alone, too; of experts the adapters are padded, as where Mosaic's kernels multiply by them, and no sort
+    is made, as where few_rows' kernels do."""
     monkeypatch.setattr("jaxtune.models.generation.converted.pads_adapters", lambda *call: True)
+    monkeypatch.setattr(plain_layer, "experts_have_kernels", lambda *call: True)
     model, prompts = model_of(kind, dtype, "nf4"), [[1, 2, 3], [7] * 70]
     with Sampler(model, 1, 128, exact=True, free_bytes=1e12) as sampler:
         assert sampler.plan.converted_layers == len(model.layers)
@@ -169,6 +171,28 @@ def test_no_operation_differs(kind, exact):
     assert all(one.numbers for one in found)
     differing = [one for one in found if one.differing]
     assert not differing if exact else differing
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_operations_are_compared_with_the_samplers_weights(kind, monkeypatch):
+    """Prompts and steps read its copies, padded adapters among them; no bit differs until one of its weights does."""
+    monkeypatch.setattr("jaxtune.models.generation.converted.pads_adapters", lambda *call: True)
+    model, texts = model_of(kind, "bfloat16", "nf4"), [[1, 2, 3, 4, 5], [7] * 40]
+    with Sampler(model, 2, 128, exact=True, free_bytes=1e12) as sampler:
+        sampled = sampler.model
+
+    def differing() -> set[tuple[str, str]]:
+        with one_order.exact():
+            lines = list(differences(model, texts, [3, 30], sampled=sampled, steps=1))
+        return {(line.phase, line.operation) for line in lines if line.differing}
+
+    assert differing() == set()
+    matrix = sampled.layers[1].mlp.experts.down_proj if kind == "experts" else sampled.layers[1].mlp.down_proj
+    assert isinstance(matrix.weight[...], jax.Array) and not isinstance(matrix.stored_weight, Stored)
+    matrix.weight.set_value(2 * matrix.weight[...])
+    changed = differing()
+    assert {("decoding", "down"), ("prompts", "layer_output"), ("packed prompts", "layer_output")} <= changed
+    assert not [line for line in changed if line[0] == "packed"]
 
 
 def test_products_do_not_depend_on_the_number_of_rows():

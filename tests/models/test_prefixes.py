@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from drawn import draws
 from drawn import model_of as drawn_model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import golden_model, tiny_model
 from toy_mixer import Decay
@@ -18,6 +18,7 @@ from toy_mixer import Decay
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, Part, Stage, in_sequence
 from jaxtune.models.generation import prefixes
+from jaxtune.models.generation.converted import Convertible
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.prefixes import Added, Prefixes, block_keys, worthwhile_bytes
 from jaxtune.models.generation.requests import Row
@@ -269,11 +270,18 @@ def test_the_least_recently_used_beginning_goes_first():
     st.none() | st.integers(1, 64),
     st.none() | st.integers(1, 1024),
     st.integers(10**4, 10**6),
+    st.none() | st.lists(st.integers(0, 10**5), min_size=1, max_size=4),
+    st.booleans(),
 )
-def test_a_fixed_length_leaves_what_is_left_and_a_planned_one_leaves_room(asked, slots, length, room):
-    def plan(size: int) -> SlotPlan | None:
+@example(5000, 17, 128, 10**5, [85_000], False)
+def test_a_fixed_length_leaves_what_is_left_and_a_planned_one_leaves_room(asked, slots, length, room, layers, exact):
+    """As much to prefixes as without copies of weights, which get what is left then."""
+
+    def plan(size: int, layers: list[int] | None = layers) -> SlotPlan | None:
+        copies = None if layers is None else Convertible(tuple(layers), 0, 128)
         try:
-            return plan_slots(lambda slots, tokens: slots * tokens, 1024, room, slots, length, prefix_bytes=size)
+            sizes = dict(convertible=copies, prefix_bytes=size, exact=exact)
+            return plan_slots(lambda slots, tokens: slots * tokens, 1024, room, slots, length, **sizes)
         except ValueError:
             return None
 
@@ -281,7 +289,9 @@ def test_a_fixed_length_leaves_what_is_left_and_a_planned_one_leaves_room(asked,
     assert (before is None) == (after is None)
     if before is None or after is None:
         return
-    assert after.bytes + after.prefix_bytes <= 0.9 * room and after.prefix_bytes <= asked
+    assert after.bytes + after.converted_bytes + after.prefix_bytes <= 0.9 * room and after.prefix_bytes <= asked
+    without = plan(asked, None)
+    assert without is not None and after.prefix_bytes >= without.prefix_bytes
     assert after.slots == before.slots
     if length is not None or before.length <= 256:
         assert after.length == before.length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -24,11 +25,12 @@ from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.slot_plan import SlotPlan, plan_slots, prefilled_at_once, room_bytes, slots_for
 from jaxtune.models.generation.structure import flattened
+from jaxtune.models.linear import frozen
 from jaxtune.models.lora import experts as experts_of
 from jaxtune.models.lora import freeze
 from jaxtune.models.lora import linears as linears_of
 from jaxtune.models.registry import config_from_hf, tower_config
-from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.formats import MXFP4, Stored
 
 
 def prompts_of(vocab: int, lengths=(3, 19, 1, 7, 30, 2, 12)) -> list[list[int]]:
@@ -416,41 +418,79 @@ def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
         assert [(row.ids, row.logprobs) for row in rows] == [(row.ids, row.logprobs) for row in together]
 
 
+def quantised_model(name: str) -> Decoder:
+    if name == "llama":
+        return quantize(tiny_model(initializer_range=0.5, hidden_size=64, head_dim=32), "nf4")
+    return quantize(golden_model(name), {"qwen3_moe": "nf4", "qwen2_moe": "int8"}[name])
+
+
+def quantised(model: Decoder) -> list[list[bool]]:
+    """For each layer, of each matrix."""
+    return [[isinstance(matrix.stored_weight, Stored) for *_, matrix in layer.matrices()] for layer in model.layers]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("share", ["all", "half"])
-def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(share, monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen2_moe"])
+def test_quantised_weights_of_as_many_layers_as_fit_are_decoded_once(name, share, monkeypatch):
     """Its tokens are those of the quantised model; weights that are trained on keep what is decoded."""
-    base = quantize(tiny_model(initializer_range=0.5, hidden_size=64, head_dim=32), "nf4")
-    models = [adapted_model(base, seed, r=4) for seed in (1, 2)]
-    weights, count = [linear.stored_weight for _, linear in linears_of(base)], len(base.layers)
-    found = Convertible.of(models[0], 2048)
-    assert sum(found.layers) == 4 * sum(weight.size for weight in weights) and len(found.layers) == count == 2
+    base = quantised_model(name)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if base.config.moe else None
+    models = [adapted_model(base, seed, r=4, target_parameters=names) for seed in (1, 2)]
+    weights = [[matrix.stored_weight for *_, matrix in layer.matrices()] for layer in base.layers]
+    convertible, count = Convertible.of(models[0], 2048), len(base.layers)
+    assert convertible.layers == tuple(4 * sum(weight.size for weight in layer) for layer in weights)
     slots = slots_for(models[0], 1e12, 64, 17).bytes
-    # Half of what both layers need beside slots, and what stays free for the states of prompts and other buffers.
-    beside = slots + found.buffer_bytes + slots / 17 * 2 * 2048 / 64
-    room = {"all": 1e12, "half": beside + 1.5 * found.layers[0]}[share]
+    # The first layer and half of the next beside slots, and what stays free for states of prompts and other buffers.
+    beside = slots + convertible.buffer_bytes + slots / 17 * 2 * 2048 / 64
+    room = {"all": 1e12, "half": beside + convertible.layers[0] + 0.5 * convertible.layers[1]}[share]
     monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: room)
     decodes = {"all": count, "half": 1}[share]
     sampler = Sampler(models[0], slots=17, length=64)
-    assert (sampler.plan.converted_layers, sampler.plan.converted_bytes) == (decodes, sum(found.layers[:decodes]))
+    size = sum(convertible.layers[:decodes])
+    assert (sampler.plan.converted_layers, sampler.plan.converted_bytes) == (decodes, size)
     assert f"layers converted once: {decodes}, 0.00 GB" in str(sampler.plan)
-    assert not Sampler(models[0], slots=16, length=64).plan.converted_bytes, "few rows are multiplied by codes"
-    exact = Sampler(models[0], slots=1, length=64, exact=True)
-    assert exact.plan.converted_layers == count, "but none in one order"
+    if name == "llama":
+        exact = Sampler(models[0], slots=1, length=64, exact=True)
+        assert exact.plan.converted_layers == count, "no kernel multiplies by codes in one order"
     assert not Sampler(models[0], slots=17, length=64, deterministic=True).plan.converted_bytes
     assert not Sampler(models[0], slots=17, length=64, most_converted=0).plan.converted_bytes
-    per_layer = len(weights) // count
-    weights_used = sampler._model.weights
-    for index, (_, linear) in enumerate(linears_of(weights_used.structure.model(weights_used.leaves))):
-        assert isinstance(linear.stored_weight, Stored) == (index // per_layer >= decodes)
-    prompts = prompts_of(48)
+    assert quantised(sampler.model) == [[index >= decodes] * len(layer) for index, layer in enumerate(weights)]
+    prompts = prompts_of(base.config.vocab_size)
     before = [row.ids for row in sampler.run(prompts, 8)]
     decoded = {id(codes): array for codes, array in sampler._model._converted._cache.values()}
-    assert len(decoded) == decodes * per_layer
+    assert len(decoded) == sum(map(len, weights[:decodes]))
     sampler.update(models[1])
     assert {id(codes): array for codes, array in sampler._model._converted._cache.values()} == decoded
     after = [row.ids for row in sampler.run(prompts, 8)]
     assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen2_moe"])
+def test_few_rows_have_experts_alone_decoded_once(name):
+    """Linears multiply few rows by codes; for experts no kernel does."""
+    model = quantised_model(name)
+    kinds = [[matrix.num_experts for *_, matrix in layer.matrices()] for layer in model.layers]
+    for slots in (1, 16):
+        sampler = Sampler(model, slots=slots, length=64, free_bytes=1e12)
+        assert quantised(sampler.model) == [[not experts for experts in layer] for layer in kinds]
+        of_experts = [matrix.stored_weight.size for _, matrix in experts_of(model)]
+        assert sampler.plan.converted_bytes == 4 * sum(of_experts) == slots_for(model, 1e12, 64, slots).converted_bytes
+    prompts = prompts_of(model.config.vocab_size)
+    assert [row.ids for row in sampler.run(prompts, 8)] == generate(model, prompts, 8)
+
+
+@pytest.mark.parametrize("slots", [1, 17])
+def test_experts_in_the_order_of_their_files_stay(slots):
+    """gpt-oss's MXFP4: a copy would be of the other order, and transposed in each step."""
+    model = freeze(golden_model("gpt_oss"))
+    for _, matrix in experts_of(model):
+        weight = dataclasses.replace(MXFP4.encode(matrix.weight[...].swapaxes(1, 2)), swapped=True)
+        matrix.weight = frozen(matrix.weight.replace(weight))
+    assert any(map(any, quantised(model)))
+    sampler = Sampler(model, slots=slots, length=64, free_bytes=1e12)
+    assert quantised(sampler.model) == quantised(model) and not sampler.plan.converted_layers
 
 
 @pytest.mark.full
@@ -492,7 +532,7 @@ def test_adapters_of_experts_are_cast_and_padded_once(settings, monkeypatch):
         used = weights.structure.model(weights.leaves)
         pairs = [(m.lora, own.lora) for (_, m), (_, own) in zip(experts_of(used), experts_of(model), strict=True)]
         for lora, own in pairs:
-            assert (lora.rank, lora.unpadded, own.rank, own.unpadded, lora.scale) == (64, 4, 4, None, own.scale)
+            assert (lora.rank, lora.own_ranks, own.rank, own.own_ranks, lora.scale) == (64, 4, 4, None, own.scale)
             np.testing.assert_array_equal(lora.b[...][..., :4], own.b[...])
             assert not np.any(lora.a[...][:, 4:])
         found.append([row.ids for row in sampler.run(prompts, 8, eos_token_ids=())])

@@ -64,6 +64,7 @@ def trainer_of(folder: Path, way: str, name: str, mesh: MeshConfig, draw: random
         objective |= dict(name="distill", teacher="base", on_policy=1.0)
     else:
         objective |= dict(name="grpo", reward_funcs=("brevity",), num_generations=draw.choice([2, 4]))
+        objective |= dict(exact=draw.choice([True, None]) if way == "rewards" and mesh.fsdp == 1 else None)
     if way == "a rollout function":
         objective["rollout_func"] = f"{__file__}:rollout"
     plans = [None, "keep", "keep; resident=1", f"keep; resident={len(model.layers)}"]

@@ -15,9 +15,10 @@ from step_costs import phase_sections
 from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.generation.sampler import Sampler
-from jaxtune.models.generation.slot_plan import slots_for
+from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
 from jaxtune.models.lora import get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import (
@@ -31,17 +32,20 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.data.packing.answers import OLD_LOGPS, SAMPLED_LOGPS, Answer
 from jaxtune.train.objectives.grpo import Answers, PolicyLoss, grpo_loss, rloo_loss
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
+from jaxtune.train.planning.movables.streamed import Streamed
 from jaxtune.train.planning.phases import phase_lines, phases_of, prefill_bytes
 from jaxtune.train.sampled import answering
 from jaxtune.train.sampled.answering import OneTurn, Prompt, Sampling
 from jaxtune.train.sampled.prompts import read_prompts
 from jaxtune.train.sampled.reward_functions import RewardFunctions
 from jaxtune.train.sampled.rollouts import SampledAnswers
+from jaxtune.train.spec.setup import slots_between
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import make_config
@@ -562,6 +566,24 @@ def test_answers_are_sampled_with_as_many_converted_layers_as_the_plan_says(monk
         source.limit_slots(dataclasses.replace(slots_for(model, 1e12, 32, 18), converted_layers=decodes))
         plan = sampling.sampler(model, prompts).plan
         assert (plan.slots, plan.converted_layers) == (18, decodes)
+
+
+def test_a_plan_of_slots_counts_prefixes_and_streamed_weights(tmp_path):
+    """As samplers do: copies of weights get what prefixes leave, and of weights that stream there are none."""
+    planner = trainer_of(tmp_path, memory=MemoryConfig(budget_gb=1)).planner
+    base, rows = adapted_model(quantize(tiny_model(), "nf4"), r=4), SampledRows(32, 18, 64)
+    fixed = planner.cost.fixed_bytes(1) + prefill_bytes(planner.cost, planner.device)
+
+    def planned(room: float, rows: SampledRows, model: Decoder = base) -> SlotPlan:
+        return slots_between(planner.cost, planner.plan.at(), planner.device, fixed + room, model, rows)
+
+    room = next(size for size in range(10**5, 10**9, 10**5) if planned(size, rows).converted_layers == 2)
+    turns = planned(room, dataclasses.replace(rows, prefixes=True))
+    assert turns.converted_layers < 2 and turns.prefix_bytes == int(0.1 * room) and turns.slots == 18
+    assert planned(2 * room, dataclasses.replace(rows, prefixes=True)).converted_layers == 2
+    graph, state = nnx.split(base)
+    streamed = nnx.merge(graph, Streamed.declared(base, state, 1))
+    assert not planned(1e9, rows, streamed).converted_layers and planned(1e9, rows).converted_layers == 2
 
 
 @pytest.mark.full

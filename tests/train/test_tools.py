@@ -433,6 +433,7 @@ def test_what_is_sampled_between_tools_does_not_depend_on_their_time(monkeypatch
     tokenizer = make_tokenizer(TEMPLATE)
     model = adapted_model(tiny_model(vocab_size=len(tokenizer)), r=2)
     first, second = (sampled_with_tools(seed, tokenizer, monkeypatch) for seed in (0, 1))
+    assert first.sampled_rows is not None and first.sampled_rows.prefixes
     batch, again = first.batch_at(0, lambda: model), second.batch_at(0, lambda: model)
     for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -1,9 +1,9 @@
 """Weights that a sampler converts once instead of in each step, for as many leading layers as memory allows.
 
-It decodes quantised linears and experts, and casts and pads adapters of experts; FP8 products and QAT stay. A step of
-some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that decodes reaches. A layer's
-matrices are all decoded, because a step has the fewest kernels then. No bit changes within one_order.exact: any product
-decodes to these numbers, and zeros of padded ranks add nothing.
+It decodes quantised linears and experts, and casts and pads adapters of experts; FP8 products, QAT and `swapped`
+weights stay. A step of some dozen rows multiplies 16-bit weights at the speed of reading them, which no product that
+decodes reaches. A layer's matrices are all decoded, because a step has the fewest kernels then; for few rows its
+experts alone. No bit changes within one_order.exact (notes/few_rows.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxtune.pallas.grouped_matmul import padded_adapter, pads_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
 
-_LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded weights
+_LEAST_ROWS = 17  # linears multiply fewer rows by codes faster than by decoded weights; for experts no kernel does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Convertible:
     # that they prefill; plan_slots leaves them free beside the decoded weights
     buffer_bytes: int
     prefill_tokens: int  # the most tokens that one program prefills
+    experts: tuple[int, ...] = ()  # as `layers`, of quantised experts alone; (): there are none
 
     @classmethod
     def of(cls, model: Decoder, prefill_tokens: int, most: int | None = None) -> Convertible:
@@ -54,11 +55,12 @@ class Convertible:
         prefill_tokens: the most that one program prefills, which decides the buffers.
         most: the most layers that are converted; None: all.
         """
-        itemsize = jnp.dtype(model.dtype).itemsize
-        sizes = [sum(weight.size for _, weight in layer) * itemsize for layer in _quantised(model)]
-        adapters = [sum(int(matrix.adapter_bytes(itemsize)) for matrix in layer) for layer in _adapted(model)]
-        sizes = [size + added for size, added in zip(sizes, adapters, strict=True)]
-        return cls(tuple(sizes[:most]), _buffer_bytes(model, prefill_tokens), prefill_tokens)
+        layers, experts = (_converted_bytes(model, linears)[:most] for linears in (True, False))
+        return cls(layers, _buffer_bytes(model, prefill_tokens), prefill_tokens, experts)
+
+    def for_rows(self, rows: int, exact: bool) -> Convertible:
+        """What is converted for steps of so many rows. exact: as of Sampler."""
+        return self if converts_linears(rows, exact) else dataclasses.replace(self, layers=self.experts)
 
     def within(self, room: float) -> tuple[int, int]:
         """(the most leading layers whose converted weights fit into `room` bytes, their bytes), or (0, 0)."""
@@ -67,11 +69,11 @@ class Convertible:
         return (count, sums[count]) if sums[count] else (0, 0)
 
 
-def least_rows(exact: bool) -> int:
-    """The fewest rows of a step for which layers are converted. exact: as of Sampler; no kernel multiplies by codes in
-    one order, so that each step decodes them.
+def converts_linears(rows: int, exact: bool) -> bool:
+    """Whether all of a layer is converted for steps of so many rows, or its quantised experts alone. exact: as of
+    Sampler; no kernel multiplies by codes in one order, so that each step decodes them.
     """
-    return 1 if exact else _LEAST_ROWS
+    return exact or rows >= _LEAST_ROWS
 
 
 @functools.lru_cache(32)
@@ -88,23 +90,43 @@ def convertible_of(
     return Convertible.of(shaped(structure, shapes), prefill_tokens, most)
 
 
-def _quantised(model: Decoder) -> list[list[tuple[Linear | ExpertLinear, Stored]]]:
-    """For each layer, the matrices whose quantised weight a product would decode."""
+def _converted_bytes(model: Decoder, linears: bool) -> tuple[int, ...]:
+    """Convertible.layers, or Convertible.experts without `linears`."""
+    itemsize = jnp.dtype(model.dtype).itemsize
+    layers = zip(_quantised(model, linears), _adapted(model, linears), strict=True)
+    return tuple(
+        itemsize * sum(weight.size for _, weight in weights) + sum(int(m.adapter_bytes(itemsize)) for m in adapted)
+        for weights, adapted in layers
+    )
+
+
+def _quantised(model: Decoder, linears: bool) -> list[list[tuple[Linear | ExpertLinear, Stored]]]:
+    """For each layer, the matrices whose quantised weight a product would decode, or the experts among them."""
     layers = [[matrix for *_, matrix in layer.matrices()] for layer in model.layers]
     if model.per_layer is not None:
         layers[-1].append(model.per_layer.projection)
     return [
         [
-            (linear, weight)
-            for linear in layer
-            if isinstance(weight := linear.stored_weight, Stored) and not linear.fp8 and linear.fake_quant is None
+            (matrix, weight)
+            for matrix in layer
+            if (linears or matrix.num_experts) and (weight := _decodable(matrix)) is not None
         ]
         for layer in layers
     ]
 
 
-def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
-    """For each layer, the experts' matrices whose adapters each product would cast and pad."""
+def _decodable(matrix: Linear | ExpertLinear) -> Stored | None:
+    """Its weight if each product would decode it to an array of the same order."""
+    weight = matrix.stored_weight
+    if matrix.fp8 or matrix.fake_quant is not None or not isinstance(weight, Stored) or weight.swapped:
+        return None
+    return weight
+
+
+def _adapted(model: Decoder, linears: bool) -> list[list[ExpertLinear]]:
+    """For each layer, the experts' matrices whose adapters each product would cast and pad; without `linears` those
+    that are decoded.
+    """
     layers = [[matrix for *_, matrix in layer.matrices() if matrix.num_experts] for layer in model.layers]
     return [
         [
@@ -113,6 +135,7 @@ def _adapted(model: Decoder) -> list[list[ExpertLinear]]:
             if matrix.lora is not None
             and matrix.fake_quant is None
             and not matrix.fp8
+            and (linears or _decodable(matrix) is not None)
             and pads_adapters(matrix.compute or model.dtype, *matrix.sizes[:0:-1])
         ]
         for layer in layers
@@ -214,8 +237,10 @@ class _Form(NamedTuple):
 
 
 @functools.lru_cache(32)
-def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int) -> _Form:
-    """What becomes of each array, which marks stand for, if the first `layers` layers are converted."""
+def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers: int, linears: bool) -> _Form:
+    """What becomes of each array, which marks stand for, if the first `layers` layers, or their experts alone, are
+    converted.
+    """
     marks = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     index_of = {id(mark): index for index, mark in enumerate(marks)}
     model, form = structure.model(marks), _Form(structure, "", [], [], [])
@@ -226,11 +251,12 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
         index_of[id(marks[-1])] = len(marks) - 1
         return marks[-1]
 
-    for linear, weight in itertools.chain(*_quantised(model)[:layers]):
+    adapted = _adapted(model, linears)[:layers]  # listed before weights are decoded
+    for matrix, weight in itertools.chain(*_quantised(model, linears)[:layers]):
         arrays, tree = jax.tree.flatten(weight)
         form.weights.append((tree, [index_of[id(array)] for array in arrays]))
-        linear.weight = frozen(linear.weight.replace(new_mark(weight.shape, model.dtype)))
-    for matrix in itertools.chain(*_adapted(model)[:layers]):
+        matrix.weight = frozen(matrix.weight.replace(new_mark(weight.shape, model.dtype)))
+    for matrix in itertools.chain(*adapted):
         lora, dtype = matrix.lora, matrix.compute or model.dtype
         assert lora is not None
         scale, rank = lora.scale, lora.rank
@@ -240,7 +266,7 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
             form.adapters.append((index_of[id(value)], axis, dtype))
             padded = jax.eval_shape(lambda a, axis=axis, dtype=dtype: padded_adapter(a, axis, dtype), value)
             setattr(lora, name, side.replace(new_mark(padded.shape, dtype)))
-        lora.alpha, lora.rslora, lora.unpadded = scale * lora.rank, False, rank  # the scale is as it was
+        lora.alpha, lora.rslora, lora.own_ranks = scale * lora.rank, False, rank  # the scale is as it was
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     indices = [index_of[id(leaf)] for leaf in leaves]
@@ -249,17 +275,20 @@ def _form(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], layers
 
 class Converted:
     """Converts the first `layers` layers of models that share quantised weights, such as one model between training
-    steps. mesh: of devices that each have the whole weights; None: one device has.
+    steps.
+
+    mesh: of devices that each have the whole weights; None: one device has.
+    linears: False: experts alone, see converts_linears.
     """
 
-    def __init__(self, layers: int, mesh: Mesh | None = None) -> None:
-        self._layers, self._mesh = layers, mesh
+    def __init__(self, layers: int, mesh: Mesh | None = None, linears: bool = True) -> None:
+        self._layers, self._mesh, self._linears = layers, mesh, linears
         self._cache: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def of(self, structure: Structure, leaves: Sequence[jax.Array]) -> tuple[Structure, list[jax.Array]]:
         """(structure, arrays) of the converted model. Weights that the last call decoded are reused, or freed."""
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        form, arrays, cache = _form(structure, shapes, self._layers), list(leaves), {}
+        form, arrays, cache = _form(structure, shapes, self._layers, self._linears), list(leaves), {}
         for tree, indices in form.weights:
             codes = leaves[indices[0]]
             # The codes are kept, so that no other array gets their id.

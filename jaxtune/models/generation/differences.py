@@ -73,6 +73,7 @@ def differences(
     texts: Sequence[Sequence[int]],
     prompts: Sequence[int],
     *,
+    sampled: Decoder | None = None,
     steps: int = 4,
     same_choices: bool = False,
 ) -> Iterator[Compared]:
@@ -80,10 +81,12 @@ def differences(
 
     texts: token ids of prompts with their answers; all are decoded in one batch.
     prompts: how many tokens of each are its prompt.
+    sampled: with which prompts are prefilled and tokens decoded, as Sampler.model; None: `model`.
     steps: how many tokens of each answer are decoded.
     same_choices: as a sampler's `deterministic`.
     """
-    for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
+    sampled = model if sampled is None else sampled
+    for index, (layer, spec) in enumerate(zip(sampled.layers, model.config.layers, strict=True)):
         if not plain_layer.is_plain(layer, spec):
             raise NotPlainError(f"layer {index} is not plain: its operations cannot be compared one by one")
     width = -(-max(map(len, texts)) // 16) * 16
@@ -112,11 +115,14 @@ def differences(
     layout = _layout(model, whole)
     x = jax.jit(lambda model, tokens: model.embed(tokens))(model, tokens)
     norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers[1:]), model.norm]
-    for index, (layer, spec, norm) in enumerate(zip(model.layers, model.config.layers, norms, strict=True)):
+    layers = zip(model.layers, sampled.layers, model.config.layers, norms, strict=True)
+    for index, (layer, sampled_layer, spec, norm) in enumerate(layers):
         graph, *state = nnx.split(layer, nnx.Param, ...)
+        sampled_graph, *sampled_state = nnx.split(sampled_layer, nnx.Param, ...)
         values = _trained(graph, spec, *state, x, layout, norm)
         for phase, (places, _) in arrangements.items():
-            residuals = runs[phase](graph, spec, *state, _gathered(x, places.cells), _layout(model, places))
+            of_layer = (graph, spec, *state) if phase == "packed" else (sampled_graph, spec, *sampled_state)
+            residuals = runs[phase](*of_layer, _gathered(x, places.cells), _layout(model, places))
             for name, value in residuals.items():
                 expected = _gathered(values[name], places.cells)
                 yield _compared(phase, index, name, value, expected, jnp.asarray(places.cells >= 0))
@@ -129,9 +135,8 @@ def differences(
             after = _caches(
                 graph, spec, *state, capacity, {n: values[n] for n in layer.state_reads}, chosen + 1, layout
             )
-            results = decodes(
-                graph, spec, nnx.graphdef(norm), same_choices, *state, nnx.state(norm), at, caches, chosen, tables
-            )
+            statics = sampled_graph, spec, nnx.graphdef(norm), same_choices
+            results = decodes(*statics, *sampled_state, nnx.state(norm), at, caches, chosen, tables)
             at |= {name: _cached(cache, chosen) for name, cache in zip(("key", "value"), after["mixer"], strict=True)}
             for name, value in results.items():
                 yield _compared("decoding", index, name, value, at[name], None)

@@ -27,13 +27,18 @@ _LEAST_SHARED = 0.25  # of the tokens of prompts; packed into long rows they are
 
 
 def worthwhile_bytes(prompts: Iterable[Sequence[int]]) -> int | None:
-    """The usual Sampler.prefix_bytes if enough of the prompts' tokens are in whole blocks that other prompts begin with
-    too; else None. Equal prompts count once.
+    """The usual Sampler.prefix_bytes if `begin_alike`; else None."""
+    return prefix_room(room_bytes()) if begin_alike(prompts) else None
+
+
+def begin_alike(prompts: Iterable[Sequence[int]]) -> bool:
+    """Whether enough of the prompts' tokens are in whole blocks that other prompts begin with too. Equal prompts count
+    once.
     """
     distinct = set(map(tuple, prompts))
     blocks = [key for prompt in distinct for key in block_keys(prompt[:-1], BLOCK)]
     shared = BLOCK * (len(blocks) - len(set(blocks)))
-    return prefix_room(room_bytes()) if shared and shared >= _LEAST_SHARED * sum(map(len, distinct)) else None
+    return bool(shared) and shared >= _LEAST_SHARED * sum(map(len, distinct))
 
 
 def block_keys(tokens: Sequence[int], size: int, condition: object = None) -> list[bytes]:

@@ -70,9 +70,9 @@ class SampledModel:
         """Device bytes of the adapters, as many as the most ranks take."""
         return max(self.bank.bytes, 0 if self._most_ranks is None else self.bank.bytes_of(self._most_ranks))
 
-    def convert(self, layers: int, mesh: Mesh | None = None) -> None:
-        """Converts the weights of so many layers once, on each device of a mesh that has them."""
-        self._converted = Converted(layers, mesh)
+    def convert(self, layers: int, mesh: Mesh | None = None, linears: bool = True) -> None:
+        """Converts the weights of so many layers once, as Converted does."""
+        self._converted = Converted(layers, mesh, linears)
         structure, leaves = self._converted.of(self.weights.structure, self.weights.leaves)
         self.weights = self.weights._replace(structure=structure, leaves=leaves, shapes=shapes_of(leaves))
 

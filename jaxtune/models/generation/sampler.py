@@ -26,7 +26,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.assembly import assembled
-from jaxtune.models.generation.converted import Convertible, convertible_of, picture_bytes
+from jaxtune.models.generation.converted import Convertible, convertible_of, converts_linears, picture_bytes
 from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.exactness import require_exact
 from jaxtune.models.generation.limits import MOST_BIASES
@@ -210,7 +210,8 @@ class Sampler:
             convertible = convertible_of(weights.structure, weights.shapes, prefill_tokens, most_converted)
         self.plan: SlotPlan = self._planned(room, slots, length, most_slots, convertible, prefix_bytes or 0)
         if self.plan.converted_layers:
-            self._model.convert(self.plan.converted_layers, self._division and self._division.mesh)
+            linears = converts_linears(self.plan.slots, exact)
+            self._model.convert(self.plan.converted_layers, self._division and self._division.mesh, linears)
         self._steps = tokens_per_round
         (
             self._rows,
@@ -296,6 +297,11 @@ class Sampler:
                 f"Sampler: {what}: the model is on {count} devices{of_hosts}, as a run with a mesh or several "
                 "processes leaves it: save the model and load it (from_pretrained)"
             )
+
+    @property
+    def model(self) -> Decoder:
+        """As its programs compute with it: weights converted, adapters cast."""
+        return self._model.weights.structure.model(self._model.weights.leaves)
 
     def _require_arrays(self, caller: str) -> None:
         if not self._model.weights.are_arrays:

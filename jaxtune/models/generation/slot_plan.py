@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.load_memory import free_bytes
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.converted import Convertible, convertible_of, least_rows
+from jaxtune.models.generation.converted import Convertible, convertible_of
 from jaxtune.models.generation.structure import Structure, structure_of
 
 SLOTS = 64  # the default number of slots
@@ -86,7 +86,13 @@ def slot_bytes(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], s
 
 
 def slots_for(
-    model: Decoder, room_bytes: float, length: int, most_slots: int, converts: bool = True, exact: bool = False
+    model: Decoder,
+    room_bytes: float,
+    length: int,
+    most_slots: int,
+    converts: bool = True,
+    exact: bool = False,
+    prefix_bytes: int = 0,
 ) -> SlotPlan:
     """The slots of a device with which a sampler would run rows. Raises ValueError if no slot fits or the model has too
     few positions.
@@ -95,8 +101,8 @@ def slots_for(
       room_bytes: free device memory, less that of a prefill with pictures.
       length: tokens of a row, prompt and answer.
       most_slots: more are not tried.
-      converts: whether layers may be converted: not with `deterministic`, nor of divided weights.
-      exact: as of Sampler.
+      converts: whether layers may be converted: not with `deterministic`, nor of divided or streamed weights.
+      exact, prefix_bytes: as of Sampler.
     """
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -108,7 +114,7 @@ def slots_for(
 
     convertible = convertible_of(structure, shapes, PREFILL_TOKENS, None) if converts else None
     positions = model.config.context_length
-    return plan_slots(bytes_of, positions, room_bytes, None, length, most_slots, convertible, exact=exact)
+    return plan_slots(bytes_of, positions, room_bytes, None, length, most_slots, convertible, prefix_bytes, exact=exact)
 
 
 def plan_slots(
@@ -124,9 +130,9 @@ def plan_slots(
     exact: bool = False,
 ) -> SlotPlan:
     """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
-    256 tokens, doubled as long as they fit and the model has positions. If enough slots decode (converted.least_rows),
-    as many layers as fit beside them are converted; a planned length leaves room for all if these take at most half of
-    the free memory. A planned length also leaves room for `prefix_bytes`, of which a fixed length gets what is left.
+    256 tokens, doubled as long as they fit and the model has positions. As many layers as fit beside them and
+    `prefix_bytes` are converted; a planned length leaves room for all if these take at most half of the free memory. A
+    planned length also leaves room for `prefix_bytes`, of which a fixed length gets what slots leave.
 
       bytes_of: (slots, tokens of a row) -> bytes of their states and of a step's logits.
       positions: the most tokens of a row that the model allows.
@@ -149,7 +155,7 @@ def plan_slots(
     if length is not None and length > positions:
         raise ValueError(f"Sampler: length = {length}: the model has {positions} positions")
     room = float("inf") if room_bytes is None else room_bytes * (1 - _SPARED)
-    all_room, reserved = room, prefix_bytes if length is None else 0
+    all_room = room
 
     def counted(tokens: int) -> int:
         return 0 if room_bytes is None or (slots and length) else picture_bytes_of(tokens)
@@ -161,17 +167,18 @@ def plan_slots(
         count, tokens = _planned(needed, positions, room, slots, length, most_slots, reserved)
         return SlotPlan(count, tokens, bytes_of(count, tokens), picture_bytes=counted(tokens))
 
-    plan = planned(room, slots, reserved)
+    plan = planned(room, slots, prefix_bytes)
 
     def with_prefixes(plan: SlotPlan) -> SlotPlan:
         rest = all_room - plan.bytes - plan.converted_bytes - plan.picture_bytes
         return dataclasses.replace(plan, prefix_bytes=int(min(prefix_bytes, max(rest, 0))))
 
-    if room_bytes is None or convertible is None or plan.slots < least_rows(exact):
+    if room_bytes is None or convertible is None:
         return with_prefixes(plan)
+    convertible = convertible.for_rows(plan.slots, exact)
     # A program that packs prompts keeps states for up to twice the tokens that it prefills.
     prefilled = plan.bytes / plan.slots * max(1.0, 2 * convertible.prefill_tokens / plan.length)
-    room = min(room, room_bytes - convertible.buffer_bytes - prefilled) - reserved
+    room = min(room, room_bytes - convertible.buffer_bytes - prefilled) - prefix_bytes
     all_layers_bytes = sum(convertible.layers)
     least = needed(plan.slots, length or min(positions, _LEAST_LENGTH))
     if 0 < all_layers_bytes <= min(room / 2, room - least):

@@ -31,7 +31,7 @@ class ExpertLora(nnx.Module):
 
     rate = 0.0  # of dropout
     magnitude = None  # of DoRA, which PEFT does not have on experts
-    unpadded: int | None = None  # ranks that are not padding, of a sampler's copy; None: all
+    own_ranks: int | None = None  # how many ranks are not padding, of a sampler's copy; None: all
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ExpertLora(nnx.Module):
 
     def weights(self) -> GroupedLora:
         """The adapters as an argument of grouped_matmul."""
-        return GroupedLora(self.a[...], self.b[...], self.scale, self.unpadded)
+        return GroupedLora(self.a[...], self.b[...], self.scale, self.own_ranks)
 
 
 def _merged(weight: jax.Array, lora: GroupedLora | None, transposed: bool) -> jax.Array:

@@ -58,8 +58,13 @@ class GroupedLora:
     b: jax.Array  # [E, out, r]; cast to the dtype of the rows on use
     # the factor of the addition: alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
-    # ranks that are not zeros of padded_adapter, whose others a kernel need not read; None: all
-    unpadded: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    # how many ranks are not zeros of padded_adapter; None: all
+    own_ranks: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    @property
+    def read_rank(self) -> int:
+        """How many ranks a kernel has to read."""
+        return self.own_ranks or self.a.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)

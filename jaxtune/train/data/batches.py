@@ -77,6 +77,8 @@ class SampledRows:
     """On a device at a time."""
     exact: bool = False
     """As of Sampler."""
+    prefixes: bool = False
+    """Whether states of prompts' beginnings are stored, in `prefix_room`."""
 
     def on(self, sharing: Sharing) -> int:
         """The most slots of each device."""

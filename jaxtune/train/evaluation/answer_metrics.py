@@ -15,9 +15,10 @@ from jaxtune.conversations.pictures import TAG
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.division import Sharing
-from jaxtune.models.generation.prefixes import worthwhile_bytes
+from jaxtune.models.generation.prefixes import begin_alike
 from jaxtune.models.generation.requests import Constraint, PromptPictures
 from jaxtune.models.generation.sampler import Sampler
+from jaxtune.models.generation.slot_plan import prefix_room, room_bytes
 from jaxtune.system.sealed import crc32
 from jaxtune.train.config import DataConfig, EvaluationConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
@@ -121,7 +122,8 @@ class AnswerMetrics:
     def sampled_rows(self) -> SampledRows:
         """The most tokens of a row and rows at a time."""
         longest = max(len(prompt.ids) for prompt in self.prompts)
-        return SampledRows(longest + self.max_new_tokens, len(self.prompts), self.most_slots)
+        prefixes = not self.deterministic and begin_alike(prompt.ids for prompt in self.prompts)
+        return SampledRows(longest + self.max_new_tokens, len(self.prompts), self.most_slots, prefixes=prefixes)
 
     def __call__(self, model: Decoder) -> Answered:
         """Answers and scores all questions; a function that raises gives NaN. RewardError for no list of numbers."""
@@ -132,7 +134,7 @@ class AnswerMetrics:
             most_slots=rows.on(Sharing.of(model)),
             most_converted=self.most_converted,
             deterministic=self.deterministic,
-            prefix_bytes=None if self.deterministic else worthwhile_bytes(prompt.ids for prompt in self.prompts),
+            prefix_bytes=prefix_room(room_bytes()) if rows.prefixes else None,
         )
         rows = list(
             sampler.run(

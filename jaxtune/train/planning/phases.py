@@ -177,8 +177,8 @@ def phases_of(
         evaluation = forward_bytes(of_held_out, costs.shape.tokens(plan.micro_batches), plan.chunk_tokens, device)
         phases.append(Phase("evaluate", between + costs.held_out_bytes + evaluation, 0.0, less_rows))
     for name, slot_plan in slots.items():
-        sampling = between + slot_plan.bytes + slot_plan.converted_bytes + prefill_bytes(costs, device)
-        phases.append(Phase(name, sampling, 0.0, _SHORTER[name]))
+        sampler = slot_plan.bytes + slot_plan.converted_bytes + slot_plan.prefix_bytes
+        phases.append(Phase(name, between + sampler + prefill_bytes(costs, device), 0.0, _SHORTER[name]))
     if checkpoint.saves:
         # What the step pinned stays pinned while a copy of the state is written.
         phases.append(Phase("save", between, pinned + saved, _LESS_SAVED))

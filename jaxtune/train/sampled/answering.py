@@ -202,6 +202,11 @@ class Answering(Protocol):
         ...
 
     @property
+    def repeats_beginnings(self) -> bool:
+        """Whether an answer's prompts begin with those before, whose states are stored."""
+        ...
+
+    @property
     def one_row_a_prompt(self) -> bool:
         """Whether at most as many rows as prompts are sampled at a time; else any number."""
         ...
@@ -233,6 +238,10 @@ class OneTurn:
 
     @property
     def changes_prompts(self) -> bool:
+        return False
+
+    @property
+    def repeats_beginnings(self) -> bool:
         return False
 
     @property
@@ -322,6 +331,10 @@ class ToolTurns:
     @property
     def changes_prompts(self) -> bool:
         return self.tools.has_environments
+
+    @property
+    def repeats_beginnings(self) -> bool:
+        return True
 
     @property
     def one_row_a_prompt(self) -> bool:

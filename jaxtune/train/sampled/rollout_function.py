@@ -114,6 +114,10 @@ class RolloutFunction:
         return True
 
     @property
+    def repeats_beginnings(self) -> bool:
+        return False
+
+    @property
     def one_row_a_prompt(self) -> bool:
         return False
 

@@ -149,6 +149,7 @@ class SampledAnswers(BatchSource):
             answers_per_step * settings.steps_per_generation if answering.one_row_a_prompt else None,
             settings.slots,
             settings.exact,
+            answering.repeats_beginnings,
         )
         self._generation: tuple[int, list[Answer]] | None = None
         self._made: tuple[int, Batch] | None = None

@@ -10,9 +10,10 @@ import jax
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.division import Sharing
-from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
+from jaxtune.models.generation.slot_plan import SlotPlan, prefix_room, slots_for
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.streams import arriving_bytes
 from jaxtune.train.config import ModelConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource, SampledRows
@@ -138,10 +139,12 @@ def slots_between(
     model: the shapes of the one that samples, with shardings.
     converts: whether weights may be converted if the devices allow it.
     """
-    room = budget_bytes - costs.fixed_bytes(plan.micro_batches) - prefill_bytes(costs, device)
-    sharing = Sharing.of(model)
-    converts &= sharing.weights_are_whole
-    return slots_for(model, room, rows.length, rows.on(sharing), converts, rows.exact)
+    free = budget_bytes - costs.fixed_bytes(plan.micro_batches) - prefill_bytes(costs, device)
+    sharing, arriving = Sharing.of(model), arriving_bytes(model.layers)
+    can_convert = converts and sharing.weights_are_whole and not arriving
+    prefix_bytes = max(prefix_room(free), 0) if rows.prefixes else 0
+    slots = rows.on(sharing)
+    return slots_for(model, free - arriving, rows.length, slots, can_convert, rows.exact, prefix_bytes)
 
 
 def profile_facts(

@@ -134,9 +134,9 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize(("rank", "unpadded"), [(None, None), (16, None), (64, None), (64, 16)])
+@pytest.mark.parametrize(("rank", "own_ranks"), [(None, None), (16, None), (64, None), (64, 16)])
 @pytest.mark.parametrize("case", EXPERTS)
-def test_products_with_experts_fit_a_hopper_gpu(case, rank, unpadded, tmp_path):
+def test_products_with_experts_fit_a_hopper_gpu(case, rank, own_ranks, tmp_path):
     """In half of a multiprocessor's shared memory, so that two programs share it; with adapters and without."""
     count, k, experts, hidden, inner, at_once = EXPERTS[case]
 
@@ -145,7 +145,7 @@ def test_products_with_experts_fit_a_hopper_gpu(case, rank, unpadded, tmp_path):
             return None
         _, rows, columns = matrices.shape
         a = jnp.zeros((experts, rank, columns), matrices.dtype)
-        return GroupedLora(a, jnp.zeros((experts, rows, rank)), 2.0, unpadded)
+        return GroupedLora(a, jnp.zeros((experts, rows, rank)), 2.0, own_ranks)
 
     def run(x, gate_up, down, choice, weights):
         return experts_down(experts_gated(x, gate_up, choice, weights, "silu", lora(gate_up)), down, choice, lora(down))

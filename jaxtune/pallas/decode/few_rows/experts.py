@@ -39,7 +39,7 @@ def _case_adapters(lora: GroupedLora | None, matrices: jax.Array, dtype) -> Grou
     if lora is None:
         return None
     (experts, rows, columns), rank = matrices.shape, lora.a.shape[1]
-    exists = jnp.arange(rank) < (lora.unpadded or rank)
+    exists = jnp.arange(rank) < lora.read_rank
     a = jnp.where(exists[:, None], normal_array(3, experts, rank, columns, dtype=dtype), 0)
     b = jnp.where(exists, 0.1 * normal_array(4, experts, rows, rank, dtype=dtype), 0)
     return dataclasses.replace(lora, a=a, b=b)
@@ -49,8 +49,8 @@ def _call_text(count: int, dtype, weight, choices: int, lora: GroupedLora | None
     text = f"{dtype}, {few_sizes.padded(count)} rows, {choices} of {len(weight)} experts"
     if lora is None:
         return text
-    padding = f" of {lora.a.shape[1]}" if lora.unpadded else ""
-    return f"{text}, adapters of rank {lora.unpadded or lora.a.shape[1]}{padding}"
+    padding = f" of {lora.a.shape[1]}" if lora.own_ranks else ""
+    return f"{text}, adapters of rank {lora.read_rank}{padding}"
 
 
 def _gated_refusal(x, gate_up, choices: int, activation: str, lora: GroupedLora | None) -> str | None:

@@ -106,7 +106,7 @@ def multiplied(x, weight, choice, factors, tile: Tile, at_once: int, activation:
         STAGES=tile.stages,
         RANK=0 if lora is None else MOST_RANK,
         A_RANK=0 if lora is None else lora.a.shape[1],
-        READ_RANK=0 if lora is None else lora.unpadded or lora.a.shape[1],
+        READ_RANK=0 if lora is None else lora.read_rank,
         SCALE=1.0 if lora is None else float(lora.scale),
         **absent,
     )
