@@ -123,7 +123,7 @@ def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled | room.
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
-    programs = [_program_of(done) for done in _built(requests, cache)]
+    programs = map(_program_of, _built(requests, cache))
     return [room.secured(program, request.devices) for program, request in zip(programs, requests, strict=True)]
 
 

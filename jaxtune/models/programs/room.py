@@ -122,13 +122,13 @@ def _shards(array: jax.Array) -> list[tuple[_Buffer, jax.Array]]:
     return [((s.device, s.data.unsafe_buffer_pointer()), s.data) for s in array.addressable_shards]
 
 
-def move(wanted: Sequence[_Buffer], devices: Sequence[Device]) -> None:
+def move(order: Sequence[_Buffer], devices: Sequence[Device]) -> None:
     """Takes buffers of live arrays to the host, frees them, and allocates them again in this order. The arrays stay
     the same objects with the same bits.
 
     RuntimeError if one finds no room any more: arrays are lost then.
     """
-    chosen, host = set(wanted), {}
+    chosen, host = set(order), {}
     affected: list[tuple[jax.Array, list[_Buffer], list[jax.Array | None]]] = []
     for array in _live(devices):
         shards = _shards(array)
@@ -143,7 +143,7 @@ def move(wanted: Sequence[_Buffer], devices: Sequence[Device]) -> None:
     for array, keys, _ in affected:
         private_jax.replace(array, [number(array.dtype, device) for device, _ in keys])
     try:
-        placed = _placed(wanted, host)
+        placed = _placed(order, host)
     except BaseException:
         for array, _, _ in affected:
             array.delete()  # so that nobody takes what is there now for its numbers
@@ -258,14 +258,15 @@ def _few(devices: Sequence[Device], need: int) -> list[_Buffer] | None:
     movable, fixed = buffers(devices)
     keys = []
     for device in devices:
-        own, others = ([key for key in kind if key[0] == device] for kind in (movable, fixed))
-        blocks, taken = [(key[1], movable[key]) for key in own], [(key[1], fixed[key]) for key in others]
+        here = [key for key in movable if key[0] == device]
+        blocks = [(key[1], movable[key]) for key in here]
+        taken = [(key[1], size) for key, size in fixed.items() if key[0] == device]
         stats = _stats(device)
         unseen = stats["bytes_in_use"] - sum(_rounded(size) for _, size in (*blocks, *taken))
         moved = to_move(blocks, taken, stats["bytes_limit"] - max(unseen, 0), need)
         if moved is None:
             return None
-        keys += [own[index] for index in moved]
+        keys += [here[index] for index in moved]
     return keys
 
 
