@@ -135,10 +135,10 @@ def _built(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.
     done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache))
     if cache is not None:
         built = zip(requests, keys, done, strict=True)
-        fresh = [(request, key, made) for request, key, made in built if isinstance(made, _Fresh) and key is not None]
+        fresh = [(request, key, new) for request, key, new in built if isinstance(new, _Fresh) and key is not None]
         if fresh and sources.are_unchanged():
-            for request, key, made in fresh:
-                _keep(request, key, made, cache)
+            for request, key, new in fresh:
+                _keep(request, key, new, cache)
         pairs = zip(keys, requests, strict=True)
         ahead.note([(key, request.devices) for key, request in pairs if key is not None], cache)
     return done

@@ -47,9 +47,9 @@ _lock = threading.Lock()
 class Pool:
     """The free blocks of a pool from `start` to `end`, as XLA's allocator (best fit with coalescing) gives them out."""
 
-    def __init__(self, taken: Iterable[Block], start: int, end: int):
+    def __init__(self, blocks: Iterable[Block], start: int, end: int):
         self._free: list[Block] = []  # (bytes, address), sorted
-        for address, size in sorted(taken):
+        for address, size in sorted(blocks):
             if address > start:
                 self._free.append((address - start, start))
             start = max(start, address + _rounded(size))
@@ -258,15 +258,15 @@ def _few(devices: Sequence[Device], need: int) -> list[_Buffer] | None:
     movable, fixed = buffers(devices)
     keys = []
     for device in devices:
-        here = [key for key in movable if key[0] == device]
-        blocks = [(key[1], movable[key]) for key in here]
-        taken = [(key[1], size) for key, size in fixed.items() if key[0] == device]
+        of_device = [key for key in movable if key[0] == device]
+        may_move = [(key[1], movable[key]) for key in of_device]
+        stay = [(key[1], size) for key, size in fixed.items() if key[0] == device]
         stats = _stats(device)
-        unseen = stats["bytes_in_use"] - sum(_rounded(size) for _, size in (*blocks, *taken))
-        moved = to_move(blocks, taken, stats["bytes_limit"] - max(unseen, 0), need)
+        unseen = stats["bytes_in_use"] - sum(_rounded(size) for _, size in (*may_move, *stay))
+        moved = to_move(may_move, stay, stats["bytes_limit"] - max(unseen, 0), need)
         if moved is None:
             return None
-        keys += [here[index] for index in moved]
+        keys += [of_device[index] for index in moved]
     return keys
 
 
@@ -296,8 +296,8 @@ def _zeros(device: Device, pieces: int) -> jax.stages.Compiled:
 
 def _local(devices: Sequence[Device]) -> list[Device]:
     """This process's ones; none of a machine that programs are only compiled for."""
-    here = jax.local_devices()
-    return [device for device in devices if device in here]
+    local = jax.local_devices()
+    return [device for device in devices if device in local]
 
 
 def _stats(device: Device) -> dict[str, int]:

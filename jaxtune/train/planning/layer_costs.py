@@ -178,7 +178,7 @@ def _kind_of(
     # What a layer takes from outside is read by its segments, and is counted where it is made.
     taken_bytes = {name: math.prod(dims) * float(dtype.itemsize) for name, dims in block.takes.items()}
     moved = residuals | taken_bytes | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
-    seen_keys = [(seen, math.inf) if seen is not None else _seen(spec.window, each) for each in lengths]
+    seen_keys = [(seen, math.inf) if seen is not None else _seen(spec.window, length) for length in lengths]
     work = {
         s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype, device) for s in block.segments()
     }

@@ -71,7 +71,8 @@ def _attention_seconds(work: Work, tokens: float, shape: Shape, device: Device, 
     fit, document = ATTENTION_TIME.of("cudnn", device.name), shape.length if rows else shape.document
     flops = work.row_attention_flops if rows else work.attention_flops
     flops_backward = work.row_attention_flops_backward if rows else work.attention_flops_backward
-    forward, backward = (each * tokens / (device.gemm * fit.share) for each in (flops, flops_backward * fit.backward))
+    rate = device.gemm * fit.share
+    forward, backward = flops * tokens / rate, flops_backward * fit.backward * tokens / rate
     return forward * (1 + fit.half_tokens / document), backward * (1 + fit.half_tokens_backward / document)
 
 

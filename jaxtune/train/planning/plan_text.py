@@ -84,8 +84,8 @@ def finish_line(
     else:
         subject, seconds = f"{steps:,} steps take", steps * forecast.step_seconds
     price = "" if dollars_per_hour is None else f", for {seconds / 3600 * dollars_per_hour * devices:,.2f} dollars"
-    others = "sampling, evaluations and saves" if samples else "evaluations and saves"
-    return f"{subject} {duration(seconds)}{price}, {others} not counted"
+    uncounted = "sampling, evaluations and saves" if samples else "evaluations and saves"
+    return f"{subject} {duration(seconds)}{price}, {uncounted} not counted"
 
 
 def pass_lines(plan: StepPlan, costs: StepCost, device: Device, rows: Mapping[str, int]) -> list[str]:
