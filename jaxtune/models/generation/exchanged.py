@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -12,8 +13,7 @@ from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.linear import Linear, Lora
-from jaxtune.models.placement import partition
-from jaxtune.models.placement.gathers import own_rows
+from jaxtune.models.placement import gathers, partition
 from jaxtune.models.placement.partition import TENSORS, Shard
 from jaxtune.pallas.formats import Stored
 
@@ -47,31 +47,33 @@ def is_wide(block: Block) -> bool:
     return type(mlp) is MLP and not mlp.config.fused_gate_up and len(linears_of_step(block)) == len(block.matrices())
 
 
+def cut_adapters(block: Block) -> None:
+    """Leaves of biases and adapters of `linears_of_step` this device's rows, in place; once for all steps."""
+    for linear in linears_of_step(block):
+        rows = linear.sizes[0] // partition.shards(linear.stored_weight)[0].count
+        cut = functools.partial(gathers.own_of_all, rows=rows)
+        if linear.bias is not None:
+            linear.bias = nnx.Param(cut(linear.bias[...]))
+        if linear.lora is not None:
+            linear.lora = lora = copy.copy(linear.lora)
+            lora.b = nnx.Param(cut(lora.b[...]))
+            if lora.magnitude is not None:
+                lora.magnitude = nnx.Param(cut(lora.magnitude[...]))
+
+
 def part_of(linear: Linear) -> Linear:
-    """The linear of this device's rows of the weight. For one that `stays_divided`."""
+    """The linear of this device's rows of the weight. For one of `linears_of_step` after `cut_adapters`."""
     part, value = copy.copy(linear), linear.stored_weight
-    out, count = linear.sizes[0], partition.shards(value)[0].count
-
-    def own(array: jax.Array, size: int) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(TENSORS) * size, size)
-
     local = partition.undivided(value)
     if isinstance(local, Stored):
-        local = local.rows_of(jax.lax.axis_index(TENSORS), count)
+        local = local.rows_of(jax.lax.axis_index(TENSORS), partition.shards(value)[0].count)
     part.weight = linear.weight.replace(local)
-    if linear.bias is not None:
-        part.bias = nnx.Param(own(linear.bias[...], out // count))
-    if linear.lora is not None:
-        part.lora = lora = copy.copy(linear.lora)
-        lora.b = nnx.Param(own(lora.b[...], out // count))
-        if lora.magnitude is not None:
-            lora.magnitude = nnx.Param(own(lora.magnitude[...], out // count))
     return part
 
 
 def sent_back(products: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """The products [N, size] of this device's rows from those of its parts, [rows of all, sum of parts]."""
-    whole = own_rows(products)  # of each device side by side
+    whole = gathers.own_rows(products)  # of each device side by side
     by_device = whole.reshape(len(whole), -1, products.shape[-1])
     count, outs, start = by_device.shape[1], [], 0
     for size in sizes:

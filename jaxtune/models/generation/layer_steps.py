@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
-from jaxtune.models.generation.exchanged import is_wide, linears_of_step
+from jaxtune.models.generation.exchanged import cut_adapters, is_wide, linears_of_step
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.placement import partition
@@ -26,8 +26,21 @@ type States = Any  # a pytree for each layer
 
 
 def split_layers(model: Decoder) -> list[tuple]:
-    """(graph, trainable tensors, frozen tensors) of every layer; done once for all steps of a program."""
+    """(graph, trainable tensors, frozen tensors) of every layer."""
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
+
+
+def layers_of_steps(model: Decoder, tokens: int) -> list[tuple]:
+    """`split_layers` for `through_layers` with so many tokens a row; once for all steps of a program."""
+    if _are_plain(model, tokens):
+        for layer in model.layers:
+            cut_adapters(layer)
+    return split_layers(model)
+
+
+def _are_plain(model: Decoder, tokens: int) -> bool:
+    layers = zip(model.layers, model.config.layers, strict=True)
+    return tokens == 1 and model.norm.compute is None and all(itertools.starmap(plain_layer.is_plain, layers))
 
 
 def through_layers(
@@ -36,7 +49,7 @@ def through_layers(
     """(hidden states [N, C, hidden] after the final norm, new states) for C new tokens in each of N rows.
 
     model: its embedding, norms and config are used.
-    splits: nnx.split of each layer: its graph and states.
+    splits: `layers_of_steps`.
     tokens: int32[N, C].
     states: a pytree for each layer.
     positions: int32[N], the position of each row's first token; -1 for none.
@@ -46,9 +59,7 @@ def through_layers(
     batch_invariant: a row must have the same bits beside any other rows.
     """
     x, new_states, shared = model.embed(tokens), [], {}
-    layers = list(zip(model.layers, model.config.layers, strict=True))
-    plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
-    plain &= tokens.shape[1] == 1
+    layers, plain = list(zip(model.layers, model.config.layers, strict=True)), _are_plain(model, tokens.shape[1])
     weights = _Coming([state for _, *state in splits], [_staying(layer) if plain else set() for layer in model.layers])
     if plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]

@@ -21,7 +21,7 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.adapters import choose_adapters
 from jaxtune.models.generation.converted import head_of_step
-from jaxtune.models.generation.layer_steps import States, split_layers, through_layers
+from jaxtune.models.generation.layer_steps import States, layers_of_steps, split_layers, through_layers
 from jaxtune.models.generation.limits import MOST_RANKED
 from jaxtune.models.generation.sampling import (
     Adjustments,
@@ -345,7 +345,8 @@ def extend(structure: Structure, leaves, states, tokens, starts, counts, totals,
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         tables = rotary_tables(model.config, starts[:, None] + index, totals[:, None])
         real = index < counts[:, None]
-        return through_layers(model, split_layers(model), tokens, states, starts, tables, real)[1]
+        layers = layers_of_steps(model, tokens.shape[1])
+        return through_layers(model, layers, tokens, states, starts, tables, real)[1]
 
 
 def insert(states, staged, rows, slots) -> States:
@@ -472,7 +473,7 @@ def _forward_of_step(
     """(states, live, positions int32[N]) -> (logits [N, V or more] of the next tokens, states)."""
     model, head = structure.model(leaves), _head_of_step(structure, leaves, slots)
     choose_adapters(model, None if adapter is None else jnp.asarray(adapter)[:, None])
-    splits = split_layers(model)
+    splits = layers_of_steps(model, 1)
 
     def forward(states, live, positions):
         index = jnp.maximum(positions, 0) if delta is None else jnp.maximum(positions, 0) + delta
