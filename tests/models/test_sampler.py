@@ -561,8 +561,8 @@ def test_decoded_weights_take_memory_that_no_slot_needs():
     assert planned(19e6, (800_000,) * 4) == (64, 256, 0) and planned(19e6, (600_000,) * 40) == (64, 256, 1)
     fixed = dict(slots=64, length=1024)
     assert [planned(room, eight, **fixed)[2] for room in (80e6, 85e6, 151e6, 170e6)] == [0, 1, 7, 8]
-    # Slots are halved until they fit, and only what they leave is decoded; below 17 nothing is.
-    assert planned(50e6, eight, length=1024) == (32, 1024, 1) and planned(30e6, eight, length=1024) == (16, 1024, 0)
+    # There are fewer slots until they fit, and only what they leave is decoded; below 17 nothing is.
+    assert planned(50e6, eight, length=1024) == (32, 1024, 1) and planned(30e6, eight, length=1024) == (24, 1024, 0)
     assert planned(151e6, eight, 40e6, **fixed)[2] == 4, "buffers that need more than a tenth stay free"
     assert planned(None, eight) == (64, 1024, 0), "free memory is not known"
     assert planned(200e6, (0, 0)) == (64, 1024, 0), "no weight is quantised"
@@ -641,13 +641,22 @@ def test_slots_and_length_follow_from_the_memory_left():
 
     plans = [plan_slots(bytes_of, 4096, room) for room in (None, 1e9, 30e6, 3e6)]
     assert [(plan.slots, plan.length) for plan in plans] == [(64, 4096), (64, 4096), (64, 256), (8, 256)]
+    assert plan_slots(bytes_of, 4096, 17e6).slots == 48
     assert plan_slots(bytes_of, 4096, 30e6, slots=8).length == 2048
-    assert plan_slots(bytes_of, 4096, 30e6, length=2048).slots == 8
+    assert plan_slots(bytes_of, 4096, 30e6, length=2048).slots == 12
     assert plan_slots(bytes_of, 100, None).length == 100
     with pytest.raises(ValueError, match=r"8 slots of 4096 tokens take 0.03 GB, and 0.03 GB of device memory are left"):
         plan_slots(bytes_of, 4096, 30e6, slots=8, length=4096)
     with pytest.raises(ValueError, match="length = 5000: the model has 4096 positions"):
         plan_slots(bytes_of, 4096, None, length=5000)
+
+
+@given(st.integers(1, 300), st.integers(1, 400), st.integers(1, 4096))
+def test_memory_has_room_for_less_than_half_as_many_slots_more(most, fitting, length):
+    room = fitting * length / 0.9
+    plan = plan_slots(lambda slots, tokens: slots * tokens, 4096, room * 1.0001, length=length, most_slots=most)
+    count = min(most, fitting)
+    assert plan.slots <= count < 1.5 * plan.slots
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class Sampler:
     Args:
       model: its arrays are used, not copied, apart from plain adapters and converted weights. With shapes in place of
         arrays, as from_pretrained gives `beside`, only `prepare` works, until `update`.
-      slots: None: `most_slots`, halved until there is memory. On each device of a mesh that has the model.
+      slots: None: `most_slots`, fewer until there is memory. On each device of a mesh that has the model.
       length: tokens of a row with its prompt. None: as many as there is memory for. Caches grow in buckets up to the
         longest requested row.
       most_converted: the most layers whose weights are converted once (converted.py); None: as many as fit.

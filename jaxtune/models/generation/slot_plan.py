@@ -17,7 +17,7 @@ from jaxtune.models.generation.structure import Structure, structure_of
 SLOTS = 64  # the default number of slots
 PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefills
 _SHORTEST_CACHE = 128  # in tokens; a power of two
-_LEAST_LENGTH = 256  # the number of slots is halved until rows of this many tokens fit
+_LEAST_LENGTH = 256  # there are fewer slots until rows of this many tokens fit
 _AT_ONCE = 4  # how many times prefill_tokens one program prefills while most slots are free
 _PREFIXES = 0.1  # the share of free memory for the states of prompts' beginnings
 _PREFIX_BYTES = 10**9  # for them where the free memory is unknown
@@ -43,6 +43,16 @@ def next_power(number: int) -> int:
     [1, 1, 4, 8]
     """
     return 1 << max(0, number - 1).bit_length()
+
+
+def fewer_slots(slots: int) -> int:
+    """The next lower number of slots that is tried: a power of two, or three quarters of one.
+
+    >>> [fewer_slots(slots) for slots in (100, 64, 48, 4, 3, 2)]
+    [96, 48, 32, 3, 2, 1]
+    """
+    power = next_power(slots)
+    return next(count for count in (power * 3 // 4, power // 2, power * 3 // 8) if count < slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +139,10 @@ def plan_slots(
     picture_bytes_of: Callable[[int], int] = lambda tokens: 0,
     exact: bool = False,
 ) -> SlotPlan:
-    """Chooses the slots, then the length of rows: `most_slots`, halved until rows of 256 tokens (or of `length`) fit;
-    256 tokens, doubled as long as they fit and the model has positions. As many layers as fit beside them and
-    `prefix_bytes` are converted; a planned length leaves room for all if these take at most half of the free memory. A
-    planned length also leaves room for `prefix_bytes`, of which a fixed length gets what slots leave.
+    """Chooses the slots, then the length of rows: `most_slots`, or as many of `fewer_slots` as rows of 256 tokens (of
+    `length`) fit into; 256 tokens, doubled as long as they fit and the model has positions. As many layers as fit
+    beside them and `prefix_bytes` are converted; a planned length leaves room for all if these take at most half of the
+    free memory. A planned length also leaves room for `prefix_bytes`, of which a fixed length gets what slots leave.
 
       bytes_of: (slots, tokens of a row) -> bytes of their states and of a step's logits.
       positions: the most tokens of a row that the model allows.
@@ -220,7 +230,7 @@ def _planned(
     slot_count = slots or most_slots
     shortest = length or min(positions, _LEAST_LENGTH)
     while slots is None and slot_count > 1 and not fits(slot_count, shortest):
-        slot_count //= 2
+        slot_count = fewer_slots(slot_count)
     if not fits(slot_count, shortest):
         raise ValueError(
             f"Sampler: {slot_count} slots of {shortest} tokens take {bytes_of(slot_count, shortest) / 1e9:.2f} GB, and "
