@@ -17,6 +17,8 @@ sampler's and the trainer's log-probabilities.
     _nf4                 reward of every step, the largest mismatch, and exact match before and after
     8b_over_2, 8b_one,   answers of 256 tokens, 64 a GPU: weights divided over two GPUs (the allocators held to 14 GB),
     8b_data_2            on one GPU, and whole on each of two; run only if they are named
+    8b_over_2_fp8,       the first two with keys and values in FP8 (objective.cache); run only if they are named
+    8b_one_fp8
     8b_256, 8b_256_exact answers of 256 tokens, 20 steps as usual and 60 with `exact`, and _nf4, 30b_256, 30b_256_nf4
                          (20 steps each): `seconds` so far after each step; run only if they are named
     tiny                 all of this in seconds, to check the script; runs only if it is named
@@ -59,6 +61,7 @@ class Case:
     data: int = 1  # GPUs, or groups of GPUs, that have the weights each; `prompts` are those of all
     fsdp: int = 1  # GPUs that divide the weights
     exact: bool = False  # sampler and training compute the same bits
+    cache: Literal["fp8"] | None = None  # in what the sampler stores keys and values; None: the model's dtype
 
     @property
     def gpus(self) -> int:
@@ -78,6 +81,7 @@ OVER = {
     "8b_over_2": Case("llama-3.1-8b", budget_gb=14.0, answer=256, length=3712, prompts=16, fsdp=2),
     "8b_data_2": Case("llama-3.1-8b", answer=256, length=3712, prompts=16, data=2),
 }
+OVER |= {f"{name}_fp8": dataclasses.replace(OVER[name], cache="fp8") for name in ("8b_over_2", "8b_one")}
 _SHORT = Case("llama-3.1-8b", answer=256, length=3712, steps=21)
 _LARGE = dataclasses.replace(_SHORT, shape="qwen3-30b-a3b", optim="adamw_8bit")
 EXACT = {
@@ -153,6 +157,7 @@ def trainer_of(case: Case, folder: str) -> Any:
             num_generations=case.answers,
             max_completion_length=case.answer,
             exact=case.exact or None,
+            cache=case.cache,
         ),
         optim=OptimConfig(name=case.optim, learning_rate=1e-5),
         memory=MemoryConfig(budget_gb=case.budget_gb and case.budget_gb * 1e9 / 2**30),
@@ -382,6 +387,7 @@ def measure(name: str, say: Callable[[str, Any], None]) -> None:
     else:
         whole_steps(_TINY, say)
         whole_steps(dataclasses.replace(_TINY, exact=True), lambda figure, value: say(f"exact_{figure}", value))
+        whole_steps(dataclasses.replace(_TINY, cache="fp8"), lambda figure, value: say(f"fp8_{figure}", value))
         if jax.device_count() > 1:
             of_two = dataclasses.replace(_TINY, prompts=4, data=2)
             whole_steps(of_two, lambda figure, value: say(f"data_2_{figure}", value))

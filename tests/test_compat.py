@@ -455,7 +455,6 @@ ERRORS = [
     (from_(load_in_fp8=True, full_finetuning=True), "load_in_fp8 = True and full_finetuning = True contradict"),
     (from_(load_in_fp8="block"), "load_in_fp8 = 'block' is not supported. Instead: True"),
     (from_(load_in_8bit=True, load_in_4bit=True), "load_in_8bit = True and load_in_4bit = True contradict each other"),
-    (from_(float8_kv_cache=True), "float8_kv_cache = True is not supported"),
     (
         from_(load_in_4bits=True),
         "load_in_4bits = True is not an argument that jaxtune.compat knows; did you mean load_in_4bit",

@@ -78,6 +78,7 @@ class CompatModel:
       random_state: the seed of PEFT's get_peft_model.
       packing: the default of SFTConfig's packing.
       fast: whether a Fast class made it: defaults are Unsloth's.
+      cache: in what fast_generate and training from rewards store keys and values; None: the model's dtype.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class CompatModel:
         random_state: int = 3407,
         packing: bool = False,
         fast: bool = False,
+        cache: str | None = None,
     ):
         self.module = module
         self.tokenizer = tokenizer
@@ -102,6 +104,7 @@ class CompatModel:
         self.random_state = random_state
         self.packing = packing
         self.fast = fast
+        self.cache = cache
         self.config = ModelSettings(**hf_config_of(module, tokenizer))
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
@@ -208,6 +211,7 @@ class CompatModel:
             random_state=self.random_state,
             packing=self.packing,
             fast=self.fast,
+            cache=self.cache,
         )
 
     @heartbeat()
@@ -364,7 +368,7 @@ class CompatModel:
           prompts: texts or {"prompt_token_ids": ids}.
           sampling_params: for all prompts, or one for each.
         """
-        return fast_generate(self.module, self.tokenizer, prompts, sampling_params, lora_request)
+        return fast_generate(self.module, self.tokenizer, prompts, sampling_params, lora_request, self.cache)
 
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
@@ -507,6 +511,7 @@ class FastLanguageModel:
         packing: bool = False,
         num_labels: int | None = None,
         rope_scaling: Mapping[str, object] | None = None,
+        float8_kv_cache: bool = False,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
         """(model, tokenizer) of a model or an adapter: a folder or a hub name. ValueError: contradictions.
@@ -522,6 +527,7 @@ class FastLanguageModel:
         random_state: the seed of sampling, of the scoring head, and of PEFT's get_peft_model.
         packing: of an SFTConfig that leaves it unset.
         num_labels: 1 adds a scoring head, for a reward model.
+        float8_kv_cache: fast_generate and training from rewards store keys and values in FP8 (e4m3).
         others: load_in_8bit=True (int8), or arguments without effect.
         """
         where = "FastLanguageModel.from_pretrained"
@@ -575,6 +581,7 @@ class FastLanguageModel:
             random_state=random_state,
             packing=packing,
             fast=True,
+            cache="fp8" if float8_kv_cache else None,
         )
         return model, tokenizer
 
@@ -647,6 +654,7 @@ class FastLanguageModel:
             random_state=random_state,
             packing=model.packing,
             fast=model.fast,
+            cache=model.cache,
         )
 
     @staticmethod

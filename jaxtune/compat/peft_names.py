@@ -39,6 +39,7 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
         random_state=model.random_state,
         packing=model.packing,
         fast=model.fast,
+        cache=model.cache,
     )
 
 

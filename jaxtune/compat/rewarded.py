@@ -330,6 +330,7 @@ class RewardedTrainer(PreferenceTrainer):
             steps_per_generation=self._steps_per_generation(),
             top_k=max(0, args.top_k or 0),  # vLLM's -1 is all tokens
             min_p=args.min_p or 0.0,
+            cache=self.model.cache,
         )
         if isinstance(args, RLOOConfig):
             return ObjectiveConfig("rloo", normalize_advantages=args.normalize_advantages, **options)

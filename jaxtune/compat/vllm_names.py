@@ -136,12 +136,14 @@ def fast_generate(
     prompts: str | Mapping | Iterable[str | Mapping],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     lora_request: LoraRequest | None,
+    cache: str | None = None,
 ) -> list[RequestOutput]:
     """The answers to `prompts`: texts, {"prompt": text}, {"prompt_token_ids": ids}, or one of these.
 
     sampling_params: for all prompts, or one for each; None: the defaults.
     lora_request: the adapter; None: none, even if `module` has one, as in vLLM.
     tokenizer: encodes texts, and decodes answers.
+    cache: as of jaxtune.generate.
     """
     listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if not isinstance(sampling_params, Sequence):
@@ -156,7 +158,8 @@ def fast_generate(
         groups.setdefault(id(params), []).append(index)
     answers: dict[int, list[CompletionOutput]] = {}
     for indices in groups.values():
-        answers |= _answers(model, tokenizer, [(i, text_and_ids[i][1]) for i in indices], sampling_params[indices[0]])
+        ids_of = [(i, text_and_ids[i][1]) for i in indices]
+        answers |= _answers(model, tokenizer, ids_of, sampling_params[indices[0]], cache)
     for index, (text, ids) in enumerate(text_and_ids):
         outputs.append(RequestOutput(str(index), text, ids, answers[index], True, lora_request))
     return outputs
@@ -175,7 +178,11 @@ def _prompt(prompt: object, tokenizer: Tokenizer) -> tuple[str | None, list[int]
 
 
 def _answers(
-    model: Decoder, tokenizer: Tokenizer, prompts: list[tuple[int, list[int]]], params: SamplingParams
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[tuple[int, list[int]]],
+    params: SamplingParams,
+    cache: str | None,
 ) -> dict[int, list[CompletionOutput]]:
     """{index of a prompt: its n answers} of (index, tokens) with the same settings."""
     longest = max(len(ids) for _, ids in prompts)
@@ -191,6 +198,7 @@ def _answers(
         tokenizer=tokenizer if params.stop else None,
         eos_token_ids=sorted(ends | set(params.stop_token_ids)),
         output_logprobs=True,
+        cache=cache,
         **{name: getattr(params, name) for name in _OURS},
     )
     completions: dict[int, list[CompletionOutput]] = {}

@@ -84,7 +84,7 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
         answers = None if open_count else spec.rows * packed.steps_per_generation
         most = longest if open_length else spec.length
         turns = bool(config.objective.tools or config.objective.environment_factory)
-        sampled = SampledRows(most, answers, packed.slots, packed.exact, turns)
+        sampled = SampledRows(most, answers, packed.slots, packed.exact, turns, packed.cache)
         if open_length:
             length, rows = packed_shape(longest, spec.rows, (sharing or 1) * (config.micro_batches or 1))
             spec = replace(spec, rows=rows, length=length)

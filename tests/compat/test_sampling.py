@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
 from jaxtune.compat import (
     DPOConfig,
     DPOTrainer,
+    FastLanguageModel,
     GRPOConfig,
     GRPOTrainer,
     KTOConfig,
@@ -17,7 +19,10 @@ from jaxtune.compat import (
     SamplingParams,
 )
 from jaxtune.compat.seeds import next_seed, set_seed
+from jaxtune.models.generation import generate
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.lora import linears
+from jaxtune.train.sampled import answering
 from tests.test_compat import folder, load  # noqa: F401
 
 PROMPT = "Who are you?"
@@ -94,6 +99,33 @@ def test_fast_generate_answers_with_the_adapter_that_is_named(folder, tmp_path):
         model.fast_generate([PROMPT], [greedy, greedy])
     with pytest.raises(ValueError, match="give texts, such as those of tokenizer.apply_chat_template"):
         model.fast_generate([[{"role": "user", "content": "x"}]])
+
+
+def test_float8_kv_cache_is_that_of_fast_generate_and_of_rewards(folder, tmp_path, monkeypatch):  # noqa: F811
+    model, _ = load(folder, peft=False, float8_kv_cache=True)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    model.save_lora(tmp_path / "lora")
+    caches = []
+
+    class Seen(Sampler):
+        def step(self):
+            pieces = super().step()
+            caches.append({str(leaf.dtype) for leaf in jax.tree.leaves(self._caches.states)})
+            return pieces
+
+    for module in (generate, answering):
+        monkeypatch.setattr(module, "Sampler", Seen)
+    model.fast_generate([PROMPT], SamplingParams(max_tokens=4))
+    args = GRPOConfig(max_steps=1, num_generations=4, max_completion_length=8, output_dir=str(tmp_path / "run"))
+    rows = [{"prompt": PROMPT}] * 4
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=[lambda completions, **_: [1.0] * len(completions)], args=args, train_dataset=rows
+    )
+    assert trainer.config().objective.cache == model.cache == "fp8"
+    before = len(caches)
+    trainer.train()
+    assert 0 < before < len(caches) and set.union(*caches) == {"float8_e4m3fn"}
+    assert load(folder, peft=False)[0].cache is None
 
 
 LONG = ("Name a colour. " * 8).strip()

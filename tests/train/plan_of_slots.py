@@ -65,6 +65,7 @@ def trainer_of(folder: Path, way: str, name: str, mesh: MeshConfig, draw: random
     else:
         objective |= dict(name="grpo", reward_funcs=("brevity",), num_generations=draw.choice([2, 4]))
         objective |= dict(exact=draw.choice([True, None]) if way == "rewards" and mesh.fsdp == 1 else None)
+    objective["cache"] = None if objective.get("exact") else draw.choice([None, "fp8"])
     if way == "a rollout function":
         objective["rollout_func"] = f"{__file__}:rollout"
     plans = [None, "keep", "keep; resident=1", f"keep; resident={len(model.layers)}"]
@@ -115,6 +116,8 @@ def differences(trainer: Trainer) -> list[str]:
             raise AssertionError(f"{name}: it sampled without a sampler of these modules")
         if sampler.plan.slots != plans[name].slots:
             found.append(f"{name}: {sampler.plan.slots} slots, planned {plans[name].slots}")
+        if sampler.plan.cache != plans[name].cache:
+            found.append(f"{name}: keys and values in {sampler.plan.cache}, planned {plans[name].cache}")
         if plans[name].converted_layers and not Sharing.of(model).weights_are_whole:
             found.append(f"{name}: {plans[name].converted_layers} layers are planned that cannot be converted")
     return found

@@ -26,7 +26,7 @@ from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.tokens.cache import Summary
 from jaxtune.train.data.tokens.documents import Document, Documents
 from jaxtune.train.folder.checkpoint import CheckpointError
-from jaxtune.train.folder.record import OF_PICTURES, digest, is_digest_of, same_run
+from jaxtune.train.folder.record import NEWER, digest, is_digest_of, same_run
 from jaxtune.train.folder.results import require_own, write_result
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import plan_text
@@ -134,7 +134,7 @@ def test_a_run_of_an_older_version_is_compared_by_what_it_recorded(base, tmp_pat
 def test_numbers_that_an_older_version_wrote_are_still_the_run_s(base, tmp_path):
     run = same_run(tuned(base, tmp_path / "run").record())
     run.pop("version")
-    recorded = {key: value for key, value in run.items() if key not in OF_PICTURES}  # which older versions had not
+    recorded = {key: value for key, value in run.items() if key not in NEWER}  # which older versions had not
     older = {key: value for key, value in recorded.items() if key != "base_digest"}
     assert run["base_digest"] and is_digest_of(digest(older), run) and is_digest_of(digest(run), run)
     for values in (older, recorded):  # with the number of steps, which is no part of it any more

@@ -67,6 +67,7 @@ CHANGED = dict(
     num_iterations=2,
     steps_per_generation=2,
     slots=3,
+    cache="fp8",
     exact=True,
     epsilon=0.3,
     epsilon_high=0.4,

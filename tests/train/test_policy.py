@@ -448,6 +448,7 @@ def alone(tmp_path_factory):
 def mesh_settings(name: str, mesh: MeshConfig | None) -> dict:
     """Without layers that stay whole on each device."""
     objective = {"name": name} | ({"loss_type": "sigmoid"} if name == "rloo" else {})
+    objective |= {"name": "grpo", "cache": "fp8"} if name == "fp8" else {}
     memory = MemoryConfig(plan="keep") if mesh is not None and mesh.fsdp > 1 else MemoryConfig()
     return dict(steps=2, mesh=mesh, memory=memory, objective=objective)
 
@@ -458,17 +459,27 @@ def mesh_settings(name: str, mesh: MeshConfig | None) -> dict:
         ("grpo", MeshConfig(1, 2)),
         ("grpo", MeshConfig(2, 1)),
         ("rloo", MeshConfig(2, 4)),
+        ("fp8", MeshConfig(1, 2)),
+        ("fp8", MeshConfig(2, 1)),
         pytest.param("grpo", MeshConfig(2, 4), marks=pytest.mark.full),
         pytest.param("rloo", MeshConfig(4, 1), marks=pytest.mark.full),
         pytest.param("rloo", MeshConfig(1, 2), marks=pytest.mark.full),
     ],
 )
 def test_devices_share_the_rows_and_the_answers(name, mesh, alone, tmp_path, monkeypatch):
-    """Each samples its part: devices that have the weights whole, and those that divide them."""
-    (one, wanted), samplers = alone(name), []
+    """Each samples its part: devices that have the weights whole, and those that divide them; also over caches in FP8
+    (the name "fp8").
+    """
+    (one, wanted), samplers, dtypes = alone(name), [], set()
+
+    class Seen(Sampler):
+        def step(self):
+            pieces = super().step()
+            dtypes.update(str(leaf.dtype) for leaf in jax.tree.leaves(self._caches.states))
+            return pieces
 
     def make(*arguments, **options) -> Sampler:
-        samplers.append(Sampler(*arguments, **options))
+        samplers.append(Seen(*arguments, **options))
         return samplers[-1]
 
     monkeypatch.setattr(answering, "Sampler", make)
@@ -476,7 +487,7 @@ def test_devices_share_the_rows_and_the_answers(name, mesh, alone, tmp_path, mon
     batches = batches_of(trainer)
     assert trainer.mesh.size == mesh.data * mesh.fsdp and trainer.batches.rows_per_step % trainer.mesh.size == 0
     divisions = {sampler._division and sampler._division.devices for sampler in samplers}
-    assert divisions == {trainer.mesh.size}
+    assert divisions == {trainer.mesh.size} and dtypes == {"float8_e4m3fn" if name == "fp8" else "float32"}
     np.testing.assert_array_equal(batches[0].tokens, wanted[0].tokens)
     np.testing.assert_allclose(*(batch[0].extra[SAMPLED_LOGPS] for batch in (batches, wanted)), atol=1e-5)
     for metric in ("loss", "grad_norm", "reward"):

@@ -44,6 +44,7 @@ class SampledModel:
       weights: those in use.
       bank: all adapters, also those that come.
       ends: ids of the tokens that end a row of the model alone.
+      cache: the format of keys and values in CACHES; None: the model's dtype.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class SampledModel:
     ):
         self._base = None if has_adapter(model) else model
         self.bank, self.ends = AdapterBank(model), end_token_ids(model)
-        self._cache, self._most_ranks = cache, most_ranks
+        self.cache, self._most_ranks = cache, most_ranks
         self._converted: Converted | None = None
         self._named: dict[str, NamedAdapter] = {}
         self._last_number = 0
@@ -157,7 +158,7 @@ class SampledModel:
         self.bank, self._coming = bank, weights
 
     def _weights_of(self, bank: AdapterBank) -> Weights:
-        structure, leaves = flattened(with_cache(bank.model(), self._cache))
+        structure, leaves = flattened(with_cache(bank.model(), self.cache))
         if self._converted is not None:
             structure, leaves = self._converted.of(structure, leaves)
         return Weights(structure, leaves, shapes_of(leaves), bool(bank), self._last_number)

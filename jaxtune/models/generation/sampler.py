@@ -63,6 +63,7 @@ from jaxtune.models.generation.slot_plan import (
     room_bytes,
     slot_bytes,
 )
+from jaxtune.models.generation.structure import check_cache
 from jaxtune.models.placement.streams import arriving_bytes, is_on_host
 from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, processes, timing, waiting
@@ -88,10 +89,8 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
 
 
-def _require_exact(model: Decoder, cache: str | None, adapted: bool) -> None:
+def _require_exact(model: Decoder, adapted: bool) -> None:
     require_exact(model, "Sampler")
-    if cache is not None:
-        raise ValueError(f"Sampler: exact: cache = {cache!r}: training reads keys and values unrounded")
     if adapted:
         raise ValueError(_EXACT_ADAPTERS)
 
@@ -188,8 +187,9 @@ class Sampler:
             _check_count("adapter_ranks", adapter_ranks)
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.description} and cannot continue texts")
+        check_cache("Sampler: cache", cache, exact)
         if exact:
-            _require_exact(model, cache, bool(adapters or adapter_ranks))
+            _require_exact(model, bool(adapters or adapter_ranks))
         self.config, self.more_come = model.config, False
         self._tower = None if model.vision is None else model.vision.config
         self._model, self._exact = SampledModel(model, cache, adapters, adapter_ranks), exact
@@ -288,7 +288,7 @@ class Sampler:
             lambda tokens: picture_bytes(structure, shapes, tokens),
             self._exact,
         )
-        return dataclasses.replace(plan, adapter_bytes=self._model.adapter_bytes)
+        return dataclasses.replace(plan, adapter_bytes=self._model.adapter_bytes, cache=self._model.cache)
 
     def _require_one_device(self, what: str, asked: bool = True) -> None:
         if self._division is not None and asked:

@@ -12,7 +12,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.load_memory import free_bytes
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Convertible, convertible_of
-from jaxtune.models.generation.structure import Structure, structure_of
+from jaxtune.models.generation.structure import Structure, structure_of, with_cache
 
 SLOTS = 64  # the default number of slots
 PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefills
@@ -70,6 +70,7 @@ class SlotPlan:
     adapter_bytes: int = 0  # device bytes of a sampler's adapters, or that stay free for them
     prefix_bytes: int = 0  # device bytes for the states of prompts' beginnings
     picture_bytes: int = 0  # device bytes of the prefill of a row of pictures alone
+    cache: str | None = None  # in what keys and values are stored; None: the model's dtype
 
     def __str__(self) -> str:
         size = self.converted_bytes / 1e9
@@ -77,7 +78,8 @@ class SlotPlan:
         adapters = f", adapters: {self.adapter_bytes / 1e9:.2f} GB" if self.adapter_bytes else ""
         prefixes = f", beginnings of prompts: {self.prefix_bytes / 1e9:.2f} GB" if self.prefix_bytes else ""
         pictures = f", a prefill of pictures: {self.picture_bytes / 1e9:.2f} GB" if self.picture_bytes else ""
-        more = f"{converted}{adapters}{prefixes}{pictures}"
+        cached = f", keys and values in {self.cache}" if self.cache else ""
+        more = f"{cached}{converted}{adapters}{prefixes}{pictures}"
         return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{more}"
 
 
@@ -103,18 +105,19 @@ def slots_for(
     converts: bool = True,
     exact: bool = False,
     prefix_bytes: int = 0,
+    cache: str | None = None,
 ) -> SlotPlan:
-    """The slots of a device with which a sampler would run rows. Raises ValueError if no slot fits or the model has too
-    few positions.
+    """The slots of a device with which a sampler would run rows. Raises ValueError if no slot fits, the model has too
+    few positions, or as with_cache.
 
       model: arrays or jax.ShapeDtypeStructs.
       room_bytes: free device memory, less that of a prefill with pictures.
       length: tokens of a row, prompt and answer.
       most_slots: more are not tried.
       converts: whether layers may be converted: not with `deterministic`, nor of divided or streamed weights.
-      exact, prefix_bytes: as of Sampler.
+      exact, prefix_bytes, cache: as of Sampler.
     """
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(with_cache(model, cache))
     leaves, treedef = jax.tree.flatten(state)
     structure = structure_of(graph, treedef, model.config)
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
@@ -124,7 +127,8 @@ def slots_for(
 
     convertible = convertible_of(structure, shapes, PREFILL_TOKENS, None) if converts else None
     positions = model.config.context_length
-    return plan_slots(bytes_of, positions, room_bytes, None, length, most_slots, convertible, prefix_bytes, exact=exact)
+    options = positions, room_bytes, None, length, most_slots, convertible, prefix_bytes
+    return dataclasses.replace(plan_slots(bytes_of, *options, exact=exact), cache=cache)
 
 
 def plan_slots(

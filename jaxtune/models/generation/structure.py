@@ -64,21 +64,40 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 CACHES = {"fp8": "float8_e4m3fn"}  # what a sampler's keys and values may be stored in, beside their own dtype
 
 
+def check_cache(key: str, cache: str | None, exact: bool = False) -> None:
+    """ValueError for another name than those of CACHES or None, or with `exact`. key: names it in messages."""
+    if cache is None:
+        return
+    if cache not in CACHES:
+        raise ValueError(f"{key} = {cache!r}: {', '.join(map(repr, CACHES))} or None")
+    if exact:
+        raise ValueError(
+            f"{key} = {cache!r}: with exact training reads keys and values unrounded; leave one of them out"
+        )
+
+
+def require_cached(model: Decoder, key: str, cache: str | None) -> None:
+    """ValueError for a model without keys and values that `cache` could store. key: names it in messages."""
+    if cache is not None and not _with_keys(model):
+        raise ValueError(f"{key} = {cache!r}: no layer of the model has keys and values; leave it out")
+
+
 def with_cache(model: Decoder, cache: str | None) -> Decoder:
     """The model with key/value caches in a format of CACHES; None: in its own dtype. ValueError for another name, or a
     model without such caches.
     """
+    check_cache("Sampler: cache", cache)
     if cache is None:
         return model
-    if cache not in CACHES:
-        raise ValueError(f"Sampler: cache = {cache!r}: {', '.join(map(repr, CACHES))} or None")
+    require_cached(model, "Sampler: cache", cache)
     model = copy_structure(model)
-    mixers = [mixer for layer in model.layers for mixer in layer.mixers.values() if type(mixer) is Attention]
-    if not mixers:
-        raise ValueError(f"Sampler: cache = {cache!r}: no layer of the model has keys and values")
-    for mixer in mixers:
+    for mixer in _with_keys(model):
         mixer.cache_dtype = CACHES[cache]
     return model
+
+
+def _with_keys(model: Decoder) -> list[Attention]:
+    return [mixer for layer in model.layers for mixer in layer.mixers.values() if type(mixer) is Attention]
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:

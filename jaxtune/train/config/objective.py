@@ -13,7 +13,7 @@ from jaxtune.train.config.checks import fraction, not_negative, positive, requir
 from jaxtune.train.config.model import LoadIn
 
 # How answers are drawn from a model.
-_DRAWN = ("max_completion_length", "top_k", "top_p", "min_p", "repetition_penalty", "slots")
+_DRAWN = ("max_completion_length", "top_k", "top_p", "min_p", "repetition_penalty", "slots", "cache")
 # The options of each objective; setting any other one is an error.
 _OPTIONS = {
     "sft": (),
@@ -68,6 +68,7 @@ _SAMPLED = (
     "num_iterations",
     "steps_per_generation",
     "slots",
+    "cache",
     "exact",
     "epsilon",
     "epsilon_high",
@@ -207,6 +208,12 @@ def _check_sampled(objective: ObjectiveConfig) -> None:
         "objective.regex",
         objective.regex,
         "objective.json_schema is set, too, and answers follow one of them; leave the other out",
+    )
+    require(
+        objective.cache is None or not objective.exact,
+        "objective.cache",
+        objective.cache,
+        "with objective.exact training reads keys and values unrounded; leave one of them out",
     )
     require(
         objective.rollout_func is None or not (objective.tools or objective.environment_factory),
@@ -370,6 +377,10 @@ class ObjectiveConfig:
     num_iterations: Annotated[int | None, "How often each answer is trained on (1)."] = None
     steps_per_generation: Annotated[int | None, "Steps whose answers are sampled at once (1)."] = None
     slots: Annotated[int | None, "The most answers that are sampled at a time (64)."] = None
+    cache: Annotated[
+        Literal["fp8"] | None,
+        "fp8: sampled answers' keys and values are stored in e4m3, in half the memory of 16 bits (the model's dtype).",
+    ] = None
     exact: Annotated[
         bool | None,
         "Sampler and training compute the same bits of a token's log-probability, which is measured and needs no "

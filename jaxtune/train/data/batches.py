@@ -79,6 +79,8 @@ class SampledRows:
     """As of Sampler."""
     prefixes: bool = False
     """Whether states of prompts' beginnings are stored, in `prefix_room`."""
+    cache: str | None = None
+    """As of Sampler."""
 
     def on(self, sharing: Sharing) -> int:
         """The most slots of each device."""

@@ -88,8 +88,8 @@ _LENGTH = ("config.steps", "config.epochs")
 # Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
 # jaxtune.compat derives them from the number of all steps.
 LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
-# Keys that runs of text lack in digests, so that those of older versions are found.
-OF_PICTURES = ("config.model.tower", "config.data.max_pixels", "config.data.patches_per_row")
+# Keys that digests lack while they are None, so that those of older versions, which had no such keys, are found.
+NEWER = ("config.model.tower", "config.data.max_pixels", "config.data.patches_per_row", "config.objective.cache")
 # Keys of `same_run`.
 _IDENTIFYING = ("version", *_INCOMPATIBLE, *LENGTHENED, "code")
 # Digests of the user's code, by name. A change is said, and refused where the run is complete.
@@ -238,7 +238,7 @@ def digest(run: dict[str, Any]) -> str:
 
 
 def _is_digested(key: str, value: object) -> bool:
-    return key != "version" and not key.startswith(_CODE) and not (key in OF_PICTURES and value is None)
+    return key != "version" and not key.startswith(_CODE) and not (key in NEWER and value is None)
 
 
 def _sha256(run: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.structure import check_cache, require_cached
 from jaxtune.models.lora import has_adapter, without_adapter
 from jaxtune.train.config import CheckpointConfig, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.data.batches import Batch
@@ -59,7 +60,7 @@ def generalized_jsd(
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How a student's answers are sampled; all names except `slots` are TRL's."""
+    """How a student's answers are sampled; all names except `slots` and `cache` are TRL's."""
 
     max_completion_length: int = 512
     """Most tokens of an answer."""
@@ -73,6 +74,8 @@ class Drawing:
     """Above 1, tokens of prompt and answer become less probable; 1: none."""
     slots: int = 64
     """Most answers at a time; fewer if memory is short."""
+    cache: str | None = None
+    """As of Sampler: "fp8" stores keys and values in half the memory; None: in the model's dtype."""
     temperature: float | None = None
     """None: that of the loss."""
 
@@ -80,6 +83,7 @@ class Drawing:
         for name in ("max_completion_length", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
+        check_cache("cache", self.cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +183,11 @@ class Distill(SFT):
         super().refuses(data, mesh, evaluation, checkpoint)
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError without an attached teacher if the model with its adapter off cannot be it."""
+        """Raises ValueError without an attached teacher if the model with its adapter off cannot be it, or for a cache
+        that the model has not.
+        """
+        if self.samples:
+            require_cached(model, "objective.cache", self.drawing.cache)
         if model.teacher is not None or self.offline:
             return
         if self.teacher not in (None, BASE):

@@ -20,6 +20,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.exactness import require_exact
+from jaxtune.models.generation.structure import require_cached
 from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
 from jaxtune.models.placement import partition
@@ -243,9 +244,10 @@ class GRPO(Declared):
         )
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError without a head that predicts tokens, if beta is not 0, without a fixed reference, or with
-        `exact` for what it does not cover.
+        """Raises ValueError without a head that predicts tokens, if beta is not 0, without a fixed reference, with
+        `exact` for what it does not cover, or for a cache that the model has not.
         """
+        require_cached(model, "objective.cache", self.settings.cache)
         if self.settings.exact:
             require_exact(model, "objective", trains=True)
         if self.losses.beta:

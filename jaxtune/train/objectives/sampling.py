@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxtune.models.generation.structure import check_cache
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How answers are sampled and how often trained on; names are TRL's but for `slots`, `regex`, `json_schema` and
-    `exact`. Raises ValueError for a value out of range.
+    """How answers are sampled and how often trained on; names are TRL's but for `slots`, `cache`, `regex`,
+    `json_schema` and `exact`. Raises ValueError for a value out of range.
     """
 
     num_generations: int = 8
@@ -43,6 +45,9 @@ class Settings:
     slots: int = 64
     """Most answers a device samples at a time; fewer if memory is short."""
 
+    cache: str | None = None
+    """As of Sampler: "fp8" stores keys and values in half the memory; None: in the model's dtype."""
+
     exact: bool = False
     """Sampler and training forward compute the same bits (pallas/one_order/README.md); there is no correction then."""
 
@@ -54,6 +59,7 @@ class Settings:
             raise ValueError(f"num_generations = {self.num_generations}: answers are compared, so it takes 2 or more")
         if self.temperature <= 0:
             raise ValueError(f"temperature = {self.temperature}: must be above 0, or all answers to a prompt are one")
+        check_cache("cache", self.cache, self.exact)
 
     @property
     def steps(self) -> int:

@@ -130,6 +130,7 @@ class Sampling:
             most_converted=self.most_converted,
             prefills_alone=turns,
             exact=self.settings.exact,
+            cache=self.settings.cache,
             prefix_bytes=prefix_room(room_bytes()) if turns else None,
         )
 

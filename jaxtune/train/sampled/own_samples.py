@@ -92,7 +92,9 @@ class OwnSamples(BatchSource):
         full = length // document
         self.rows_per_step = math.ceil(documents / full / rows_multiple) * rows_multiple
         self._fill = [] if chosen_length else fill_warning(document, documents, self.rows_per_step, length)
-        self.sampled_rows = SampledRows(longest + most, documents, objective.drawing.slots)
+        self.sampled_rows = SampledRows(
+            longest + most, documents, objective.drawing.slots, cache=objective.drawing.cache
+        )
         self._plan: SlotPlan | None = None
         self._rows = AnswerRows(self.rows_per_step, length, min(documents, _PLACES * full))
         self._decode, self._ends = decode, sorted(ends)
@@ -215,6 +217,7 @@ class OwnSamples(BatchSource):
             length=longest,
             most_slots=Sharing.of(model).slots(len(row_indices), slots),
             most_converted=None if self._plan is None else self._plan.converted_layers,
+            cache=how.cache,
         )
         rows = sampler.run(
             prompts,

@@ -50,7 +50,13 @@ class RolloutModel:
         self, model: Decoder, sampling: Sampling, length: int, encode: Callable[[Turns], tuple[int, ...]], seed: int
     ):
         self._sampling, self._encode, self._seed, self._calls = sampling, encode, seed, 0
-        self._sampler = Sampler(model, length=length, most_slots=sampling.slots, most_converted=sampling.most_converted)
+        self._sampler = Sampler(
+            model,
+            length=length,
+            most_slots=sampling.slots,
+            most_converted=sampling.most_converted,
+            cache=sampling.settings.cache,
+        )
 
     def encode(self, prompt: Turns) -> list[int]:
         """Token ids of a prompt up to the answer: messages by the chat template; text as it is or, with data.template,

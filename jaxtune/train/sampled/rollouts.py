@@ -150,6 +150,7 @@ class SampledAnswers(BatchSource):
             settings.slots,
             settings.exact,
             answering.repeats_beginnings,
+            settings.cache,
         )
         self._generation: tuple[int, list[Answer]] | None = None
         self._made: tuple[int, Batch] | None = None

@@ -144,7 +144,8 @@ def slots_between(
     can_convert = converts and sharing.weights_are_whole and not arriving
     prefix_bytes = max(prefix_room(free), 0) if rows.prefixes else 0
     slots = rows.on(sharing)
-    return slots_for(model, free - arriving, rows.length, slots, can_convert, rows.exact, prefix_bytes)
+    how = can_convert, rows.exact, prefix_bytes, rows.cache
+    return slots_for(model, free - arriving, rows.length, slots, *how)
 
 
 def profile_facts(

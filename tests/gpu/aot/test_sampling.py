@@ -19,7 +19,7 @@ from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import Converted
 from jaxtune.models.generation.division import Division
 from jaxtune.models.generation.sampling import Kind
-from jaxtune.models.generation.structure import rounded_indices, structure_of
+from jaxtune.models.generation.structure import rounded_indices, structure_of, with_cache
 from jaxtune.models.linear import GatedLora
 from jaxtune.models.lora import freeze, get_peft_model, linears
 from jaxtune.models.placement import partition
@@ -38,7 +38,15 @@ def with_adapters_of_rows(model: Decoder, rank: int = 64) -> Decoder:
     return model
 
 
-def structure_and_shapes(name: str, layers: int, adapter: bool | str, load_in: str | None, decodes: int = 0, **changes):
+def structure_and_shapes(
+    name: str,
+    layers: int,
+    adapter: bool | str,
+    load_in: str | None,
+    decodes: int = 0,
+    cache: str | None = None,
+    **changes,
+):
     hf = SHAPES[name] | {"num_hidden_layers": layers} | changes
     if "layer_types" in hf:
         hf |= {"layer_types": hf["layer_types"][:layers]}
@@ -52,7 +60,7 @@ def structure_and_shapes(name: str, layers: int, adapter: bool | str, load_in: s
         experts = ["experts.gate_up_proj", "experts.down_proj"] if model.config.moe else None
         return get_peft_model(model, r=16, target_parameters=experts) if adapter else model
 
-    model = nnx.eval_shape(make)
+    model = with_cache(nnx.eval_shape(make), cache)
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     structure = structure_of(graph, treedef, model.config)
@@ -146,10 +154,10 @@ def test_no_program_copies_a_cache(case):
         assert memory.alias_size_in_bytes >= states_bytes, name
 
 
-def over_two(data: int, fsdp: int, load_in: str | None, slots: int):
+def over_two(data: int, fsdp: int, load_in: str | None, slots: int, cache: str | None = None):
     """(the states' shapes, the compiled decode, pack and prefill) of three layers of 8B with an adapter on a mesh of
     two devices, of `slots` slots each."""
-    structure, shapes = structure_and_shapes("llama-3.1-8b", 3, True, load_in)
+    structure, shapes = structure_and_shapes("llama-3.1-8b", 3, True, load_in, cache=cache)
     mesh = H200.mesh(data, fsdp)
     by_rows = NamedSharding(mesh, partition.ROWS)
     places = jax.tree.leaves(partition.shardings(jax.tree.unflatten(structure.treedef, list(shapes)), mesh))
@@ -201,13 +209,14 @@ def body_of_loop(text: str) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("load_in", [None, "nf4"])
-def test_a_step_over_two_devices_exchanges_no_weights(load_in):
+@pytest.mark.parametrize(("load_in", "cache"), [(None, None), ("nf4", None), (None, "fp8")])
+def test_a_step_over_two_devices_exchanges_no_weights(load_in, cache):
     """Only rows and products, five times a layer, in caches that lie where they are; a prefill has two layers whole.
     Adapters are cut once for all steps.
     """
     slots = 32
-    states, decode, pack, prefill = over_two(1, 2, load_in, slots)
+    states, decode, pack, prefill = over_two(1, 2, load_in, slots, cache)
+    assert {str(a.dtype) for a in jax.tree.leaves(states)} == {"float8_e4m3fn" if cache else "bfloat16"}
     cut = re.findall(r"^.*dynamic-slice.*$", body_of_loop(decode.as_text()), re.MULTILINE)
     assert not [line for line in cut if re.search(r"= \w+\[\d+,16\]", line)]
     sizes = exchanged_sizes(decode)
