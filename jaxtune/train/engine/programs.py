@@ -252,10 +252,13 @@ class Engine:
 
     # ---- compiling
 
-    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
+    def compile(
+        self, state: TrainState, sums: Sums, frozen, first_step: int = 0, meanwhile: Callable[[], object] = lambda: None
+    ) -> Programs:
         """Compiles the programs from first_step on for such arrays or shapes, or loads them.
 
         first_step: steps done before; it decides whether the programs before qat.start are needed.
+        meanwhile: of `programs_of`.
         """
         start_seconds = time.perf_counter()
         batch, where, held_out = self._abstract_batch(self.batches), self.replicated, self._held_out
@@ -279,7 +282,7 @@ class Engine:
             requests += [
                 self._of_rows(program.evaluate, where, state.trainable, frozen, held_out) for program in forwards
             ]
-        done = programs_of(requests)
+        done = programs_of(requests, meanwhile)
         accumulates, update, evaluates = done[: len(steps)], done[len(steps)], done[len(steps) + 1 :]
         pairs = zip(accumulates, evaluates or [None] * len(steps), strict=True)
         programs, *early = (Programs(accumulate, update, evaluate) for accumulate, evaluate in pairs)
@@ -321,18 +324,20 @@ class Engine:
         first_step: int,
         print_line: Callable[[str], None],
         placed: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Programs:
         """Compiles plans until one fits, by the compiler's figures of accumulate and update; it is then in force.
 
           shapes: returns shapes of (state, sums, frozen) under the plan in force.
           first_step: programs before qat.start are compiled if it is earlier.
           placed: weights are on the devices, which limits plans (Planner.replan).
+          meanwhile: of `programs_of`.
           print_line: prints a line about each plan that failed.
 
         PlanError if no plan is left.
         """
         while True:
-            programs, need = self._compiled_and_need(shapes(), first_step)
+            programs, need = self._compiled_and_need(shapes(), first_step, meanwhile)
             host_memory.give_back()
             if programs is not None and (need is None or self._search.fits(need)):
                 if programs.seconds > _LONG and in_use() is None:
@@ -345,12 +350,12 @@ class Engine:
             self.follow_plan()
 
     def _compiled_and_need(
-        self, shapes: tuple[TrainState, Sums, Any], first_step: int
+        self, shapes: tuple[TrainState, Sums, Any], first_step: int, meanwhile: Callable[[], object]
     ) -> tuple[Programs | None, float | None]:
         """(programs, None if memory ran out in any process; most bytes of any process, None if no limit or unknown)."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
-            programs = self.compile(*shapes, first_step)
+            programs = self.compile(*shapes, first_step, meanwhile)
             if limited:
                 need = self._search.compiled_bytes(programs.accumulate, programs.update)
         except jax.errors.JaxRuntimeError as error:
