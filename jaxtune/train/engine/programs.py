@@ -25,7 +25,7 @@ from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import host_memory, processes
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
-from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options
+from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options, update_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
@@ -165,14 +165,18 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).shard_count > 1
+        divides = partition.MeshShape.of(self.mesh).shard_count > 1
         merges = self.deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
-        return compiler_options(platform, self.deterministic, divides, merges)
+        return compiler_options(self._platform, self.deterministic, divides, merges)
+
+    @property
+    def _platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     @property
     def whole_graphs(self) -> bool:
         """Whether the steps' programs are launched as whole CUDA graphs."""
-        if not isinstance(self.planner, Planner) or self.mesh.devices.flat[0].platform != "gpu":
+        if not isinstance(self.planner, Planner) or self._platform != "gpu":
             return False
         short = self.mesh.size == 1 and self.planner.forecast.device_seconds < SHORT_STEP_SECONDS
         return short if self._asked_graphs is None else self._asked_graphs
@@ -277,7 +281,9 @@ class Engine:
         ]
         update = over_leaves(without_layers(self.program).update, TrainState, Sums, stacked=stacked)
         results = (flat_state.of_each(self.program.shardings(state, where)), unsummed, where)
-        requests.append(self._request(update, results, (flat_state, flat_sums), donated=(0, 1), shardy=True))
+        request = self._request(update, results, (flat_state, flat_sums), donated=(0, 1), shardy=True)
+        of_update = update_options(self._platform, self.program.by_tensor)
+        requests.append(dataclasses.replace(request, options={**request.options, **of_update}))
         if held_out is not None:
             requests += [
                 self._of_rows(program.evaluate, where, state.trainable, frozen, held_out) for program in forwards

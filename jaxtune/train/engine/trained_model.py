@@ -34,7 +34,6 @@ from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import Sums, TrainState
 
-
 _EARLY_BYTES = 1 << 30  # of a state that is made beside compiling, which needs memory to time algorithms
 
 

@@ -15,6 +15,10 @@ _WHOLE_GRAPHS: dict[str, bool | int | str] = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 
+# Else XLA compiles each fusion by two code generators and times both: for the hundreds of an adapter's update that took
+# 8 of 20 s (8B, rank 16), and these only read and write memory.
+_ONE_GENERATOR: dict[str, bool | int | str] = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+
 
 def compiler_options(
     platform: str, deterministic: bool, divides: bool = False, merges: bool = True
@@ -40,6 +44,11 @@ def compiler_options(
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, **UNTIMED}
     return options
+
+
+def update_options(platform: str, by_tensor: bool) -> dict[str, bool | int | str]:
+    """Further XLA options of StepProgram.update. by_tensor: of the program."""
+    return {} if platform != "gpu" or by_tensor else _ONE_GENERATOR
 
 
 def launch_options(whole_graphs: bool) -> dict[str, bool | int | str]:
