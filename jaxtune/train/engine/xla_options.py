@@ -15,8 +15,8 @@ _WHOLE_GRAPHS: dict[str, bool | int | str] = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 
-# Of the algorithms that cuBLAS names for a product, its best guess first, XLA times up to 128; that is half of the
-# compilation of an 8B's step.
+# Of the algorithms that cuBLAS names for a product, its best guess first, XLA otherwise times up to 128, while the
+# program's other parts wait.
 _ALGORITHMS: dict[str, bool | int | str] = {"xla_gpu_blas_max_algorithms": 16}
 # Else XLA compiles each fusion by two code generators and times both: for the hundreds of an adapter's update that took
 # 8 of 20 s (8B, rank 16), and these only read and write memory.
