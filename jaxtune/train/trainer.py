@@ -369,7 +369,7 @@ class Trainer:
             meanwhile = self._make_state if resumed is None else lambda: None
             with progress.compiling(), pinned_pool.growing(pinned):
                 shapes = functools.partial(self.model.first_shapes, self.engine)
-                programs = self.engine.fit(shapes, start, progress.print, meanwhile=meanwhile)
+                programs = self.engine.fit(shapes, start, progress.print, meanwhile)
             line["compile_seconds"] = monitor.uncounted_seconds()
             if self.model.is_loading:
                 progress.print("waiting for the weights")

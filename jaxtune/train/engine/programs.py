@@ -329,15 +329,15 @@ class Engine:
         shapes: Callable[[], tuple[TrainState, Sums, Any]],
         first_step: int,
         print_line: Callable[[str], None],
-        placed: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
+        placed: bool = False,
     ) -> Programs:
         """Compiles plans until one fits, by the compiler's figures of accumulate and update; it is then in force.
 
           shapes: returns shapes of (state, sums, frozen) under the plan in force.
           first_step: programs before qat.start are compiled if it is earlier.
-          placed: weights are on the devices, which limits plans (Planner.replan).
           meanwhile: of `programs_of`.
+          placed: weights are on the devices, which limits plans (Planner.replan).
           print_line: prints a line about each plan that failed.
 
         PlanError if no plan is left.
