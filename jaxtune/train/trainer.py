@@ -76,6 +76,8 @@ from jaxtune.train.spec import setup
 from jaxtune.train.spec.run_spec import UserParts, resolve
 from jaxtune.train.user_code.calling import running
 
+_LESS_LOADED = "a smaller model, or model.load_in=nf4"  # where memory runs out for it
+
 
 class Trainer:
     """Trains `model` on rows as `config` says. The given model is never changed, and its arrays are never donated.
@@ -364,13 +366,15 @@ class Trainer:
         # The config is written last, so that an error before leaves the folder free for another run.
         with monitor.planned("load", start) as line:
             pinned = self.planner.residual_host_bytes * len(self.engine.mesh.local_devices)
+            meanwhile = self._make_state if resumed is None else lambda: None
             with progress.compiling(), pinned_pool.growing(pinned):
-                programs = self.engine.fit(lambda: self.model.first_shapes(self.engine), start, progress.print)
+                shapes = functools.partial(self.model.first_shapes, self.engine)
+                programs = self.engine.fit(shapes, start, progress.print, meanwhile)
             line["compile_seconds"] = monitor.uncounted_seconds()
             if self.model.is_loading:
                 progress.print("waiting for the weights")
             line |= self.engine.connect(progress.print)
-            with phase("load" if resumed is None else "resume", "a smaller model, or model.load_in=nf4"):
+            with phase("load" if resumed is None else "resume", _LESS_LOADED):
                 state, sums, frozen = self.model.begin(self.engine, resumed)
             for pass_note in self.pass_notes():  # before the first of them
                 progress.print(pass_note)
@@ -380,6 +384,10 @@ class Trainer:
         for note in [*self.notes(), *self.memory_notes(), *self.disk_notes()]:
             progress.print(note)
         return programs, state, sums, frozen
+
+    def _make_state(self) -> None:
+        with phase("load", _LESS_LOADED):
+            self.model.make_state(self.engine)
 
     def fill_references(self, sets, trainable, frozen, say=say, stepped: bool = False) -> None:
         """Fills in, in place, the reference's log-probabilities that PairDatasets lack; other sets and None are

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -334,6 +335,29 @@ def test_settings_and_code_are_in_the_key(setting, monkeypatch):
         assert request.key(Digests()) != before
     monkeypatch.undo()
     assert request.key(Digests()) == before
+
+
+@pytest.mark.parametrize("kept_ones", [0, 1, 2])
+def test_work_meanwhile_is_done_before_the_last_program_is_there(kept, monkeypatch, kept_ones):
+    """Programs that are loaded or compiled wait for the work, for at most half a minute; a lone kept one is waited
+    for, as others are lowered after it."""
+    requests = [request_of(), request_of(donated=(1,))]
+    for request in requests[:kept_ones]:
+        programs_of([request])
+    is_done, in_time = threading.Event(), []
+
+    def late(build):
+        def wait(*arguments):
+            in_time.append(is_done.wait(30))
+            return build(*arguments)
+
+        return wait
+
+    monkeypatch.setattr(kept_programs, "_compiled", late(kept_programs._compiled))
+    if kept_ones == 2:
+        monkeypatch.setattr(kept_programs, "_loaded", late(kept_programs._loaded))
+    programs_of(requests, is_done.set)
+    assert in_time == [True] * (2 if kept_ones != 1 else 1)
 
 
 DAMAGES = {

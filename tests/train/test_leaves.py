@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.loop.run import Run
+from jaxtune.train.optimizer import stacks
 from jaxtune.train.program.leaves import Leaves, over_leaves
 from jaxtune.train.spec import setup
 from jaxtune.train.trainer import Trainer
@@ -142,3 +143,19 @@ def test_stacks_change_no_number(tmp_path, monkeypatch, micro_batches, optimizer
     assert [line["loss"] for line in other_history] == pytest.approx([line["loss"] for line in history], rel=1e-6)
     for one, other in zip(alone, stacked, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-7)
+
+
+@given(st.lists(st.sampled_from([(), (3,), (2, 3), (4, 1)]), min_size=1, max_size=9), st.none() | st.integers(1, 4))
+def test_each_tensor_is_reduced_with_at_most_so_many_others(shapes, most):
+    tensors = [jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) + i for i, shape in enumerate(shapes)]
+    together = []
+
+    def summed(stack):
+        together.append(len(stack))
+        return stack.sum(range(1, stack.ndim))
+
+    sums = stacks.of_each(summed, tensors, most)
+    assert sums.tolist() == [float(tensor.sum()) for tensor in tensors]
+    counts = [shapes.count(shape) for shape in set(shapes)]
+    assert sum(together) == len(shapes) and max(together) == min(max(counts), most or max(counts))
+    assert len(together) == sum(-(-count // (most or count)) for count in counts)

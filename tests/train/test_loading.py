@@ -31,6 +31,7 @@ from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.placement.streams import streamed_layers
+from jaxtune.models.programs import kept
 from jaxtune.models.registry import config_from_hf
 from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.waiting import Handover
@@ -46,7 +47,9 @@ from jaxtune.train.config import (
     QatConfig,
 )
 from jaxtune.train.data.rendering.packaged import PACKAGED
+from jaxtune.train.engine import trained_model
 from jaxtune.train.engine.programs import Engine
+from jaxtune.train.engine.trained_model import TrainedModel
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.devices import Device, find_device
@@ -91,8 +94,11 @@ def on_their_way(tmp_path: Path, name: str, make_model, **changes) -> tuple[Trai
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("arrive", ["before", "after"])
 @pytest.mark.parametrize("qat", [None, QatConfig(group_size=32, start=1)])
-def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_the_same(qat, tmp_path):
+def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_the_same(qat, arrive, tmp_path):
+    """Those that have arrived are taken while it compiles."""
+
     def make_model():
         if qat is None:
             return lora_model(use_dora=True)
@@ -104,13 +110,57 @@ def test_the_step_is_compiled_before_the_weights_are_waited_for_and_the_run_is_t
     trainer, weights = on_their_way(tmp_path, "coming", make_model, qat=qat)
     model = make_model()
     model.base_fingerprint = "0" * 64
-    weights.set_result(Handover(model))
+    if arrive == "before":
+        weights.set_result(Handover(model))
+    else:
+        compile_ = trainer.engine.compile
+
+        def compiled_at_last(*arguments):
+            programs = compile_(*arguments)
+            weights.set_result(Handover(model))
+            return programs
+
+        trainer.engine.compile = compiled_at_last
     got = trainer.train()
-    assert weights.order == ["compiled", "weights"]
+    assert weights.order == (["weights", "compiled"] if arrive == "before" else ["compiled", "weights"])
     assert_same(got, want)
     assert got.base_fingerprint == model.base_fingerprint
     losses = [[line["loss"] for line in run.history] for run in (trainer, straight)]
     assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_a_run_makes_its_first_state_while_its_programs_compile(tmp_path, monkeypatch):
+    is_made, in_time = threading.Event(), []
+    made_state, compiled = TrainedModel._made_state, kept._compiled
+
+    def noted(model, engine):
+        state = made_state(model, engine)
+        is_made.set()
+        return state
+
+    def late(*arguments):
+        in_time.append(is_made.wait(30))
+        return compiled(*arguments)
+
+    monkeypatch.setattr(TrainedModel, "_made_state", noted)
+    monkeypatch.setattr(kept, "_compiled", late)
+    Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(12))).train()
+    assert in_time == [True, True]
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("most_bytes", [0, 1 << 30])
+def test_a_state_made_early_is_the_first_state_and_only_a_small_one_is(most_bytes, times, tmp_path, monkeypatch):
+    monkeypatch.setattr(trained_model, "_EARLY_BYTES", most_bytes)
+    states = []
+    for calls in (times, 0):
+        trainer = Trainer(lora_model(), None, make_config(tmp_path), dataset(documents(12)))
+        for _ in range(calls):
+            trainer.model.make_state(trainer.engine)
+        assert (trainer.model._early_state is not None) == (calls > 0 and most_bytes > 0)
+        states.append(trainer.model.begin(trainer.engine, None)[0])
+        assert trainer.model._early_state is None
+    assert_same(*states)
 
 
 def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):

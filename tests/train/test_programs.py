@@ -14,7 +14,7 @@ from jaxtune.models.programs.compiling import compiled
 from jaxtune.pallas import dispatch
 from jaxtune.system import heap
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.engine.xla_options import compiler_options, launch_options
+from jaxtune.train.engine.xla_options import compiler_options, launch_options, update_options
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
@@ -111,6 +111,20 @@ def test_short_steps_are_launched_as_whole_graphs_unless_somebody_says_otherwise
     monkeypatch.setattr(engine, "mesh", SimpleNamespace(devices=np.repeat(devices, 2), size=2))
     assert engine.whole_graphs == bool(asked)  # what was not measured is asked for
     assert not launch_options(True).keys() & recorded.keys()  # a resumed run may be launched otherwise
+
+
+def test_options_of_a_gpu_are_xlas():
+    options = compiler_options("gpu", deterministic=False) | update_options("gpu", by_tensor=False)
+    assert jax.jit(lambda x: 2 * x).lower(1.0).compile(compiler_options=options)(3.0) == 6.0
+    for name in options:
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            jax.jit(lambda x: 3 * x).lower(1.0).compile(compiler_options={f"{name}_": options[name]})
+
+
+def test_options_of_an_adapters_update_are_of_a_gpu_alone():
+    options = update_options("gpu", by_tensor=False)
+    assert not options.keys() & compiler_options("gpu", deterministic=False).keys()
+    assert update_options("gpu", by_tensor=True) == update_options("cpu", by_tensor=False) == {}
 
 
 def test_options_of_graphs_are_xlas_and_flags_of_the_user_stay(monkeypatch):

@@ -117,22 +117,28 @@ class _Fresh:
     said: list[dispatch.Said]
 
 
-def programs_of(requests: Sequence[Request]) -> list[jax.stages.Compiled | room.Secured]:
+def programs_of(
+    requests: Sequence[Request], meanwhile: Callable[[], object] = lambda: None
+) -> list[jax.stages.Compiled | room.Secured]:
     """The compiled programs: kept ones are loaded in threads; others are lowered one by one, the slowest should come
     first, and compiled in threads meanwhile, then kept. Again without a kernel that fails its check.
+
+    meanwhile: called once or more while nothing but threads compiles or loads. It must wait for no thread that traces.
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
-    programs = map(_program_of, _built(requests, cache))
+    programs = map(_program_of, _built(requests, cache, meanwhile))
     return [room.secured(program, request.devices) for program, request in zip(programs, requests, strict=True)]
 
 
-def _built(requests: Sequence[Request], cache: ProgramCache | None) -> list[jax.stages.Compiled | _Fresh]:
+def _built(
+    requests: Sequence[Request], cache: ProgramCache | None, meanwhile: Callable[[], object] = lambda: None
+) -> list[jax.stages.Compiled | _Fresh]:
     """Those without an entry are _Fresh, and kept."""
     with timing.phase("cached", "keys"):
         digests = described.Digests()
         keys = [None if cache is None else request.key(digests) for request in requests]
-    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache))
+    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache, meanwhile))
     if cache is not None:
         built = zip(requests, keys, done, strict=True)
         fresh = [(request, key, new) for request, key, new in built if isinstance(new, _Fresh) and key is not None]
@@ -166,7 +172,10 @@ def cache_of_programs() -> ProgramCache | None:
 
 
 def _loaded_or_compiled(
-    requests: Sequence[Request], keys: Sequence[str | None], cache: ProgramCache | None
+    requests: Sequence[Request],
+    keys: Sequence[str | None],
+    cache: ProgramCache | None,
+    meanwhile: Callable[[], object],
 ) -> list[jax.stages.Compiled | _Fresh]:
     refused = dispatch.any_failed()  # its programs are not those of other starts
 
@@ -182,6 +191,8 @@ def _loaded_or_compiled(
         unchanged = pool.submit(lambda: cache is not None and sources.are_unchanged())
         loading = [pool.submit(loaded, *pair) for pair in zip(requests, keys, strict=True)]
         done = []
+        if cache is not None and all(key is not None and cache.get(key) is not None for key in keys):
+            meanwhile()  # nothing is lowered
         with uncollected():
             for request, future in zip(requests, loading, strict=True):
                 with timing.phase("wait", "programs"):
@@ -192,6 +203,7 @@ def _loaded_or_compiled(
                 with dispatch.overheard() as said:
                     lowered = request.lowered()
                 done.append(pool.submit(_compiled, request, lowered, said))
+        meanwhile()
         with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
             for future in done:
                 future.add_done_callback(lambda _: work.advance())

@@ -25,7 +25,7 @@ from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import host_memory, processes
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
-from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options
+from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options, update_options
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.movables import MOVABLES
@@ -165,14 +165,18 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        platform, divides = self.mesh.devices.flat[0].platform, partition.MeshShape.of(self.mesh).shard_count > 1
+        divides = partition.MeshShape.of(self.mesh).shard_count > 1
         merges = self.deterministic or not self.program.by_tensor  # so deterministic runs keep older versions' bits
-        return compiler_options(platform, self.deterministic, divides, merges)
+        return compiler_options(self._platform, self.deterministic, divides, merges)
+
+    @property
+    def _platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     @property
     def whole_graphs(self) -> bool:
         """Whether the steps' programs are launched as whole CUDA graphs."""
-        if not isinstance(self.planner, Planner) or self.mesh.devices.flat[0].platform != "gpu":
+        if not isinstance(self.planner, Planner) or self._platform != "gpu":
             return False
         short = self.mesh.size == 1 and self.planner.forecast.device_seconds < SHORT_STEP_SECONDS
         return short if self._asked_graphs is None else self._asked_graphs
@@ -252,10 +256,13 @@ class Engine:
 
     # ---- compiling
 
-    def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
+    def compile(
+        self, state: TrainState, sums: Sums, frozen, first_step: int = 0, meanwhile: Callable[[], object] = lambda: None
+    ) -> Programs:
         """Compiles the programs from first_step on for such arrays or shapes, or loads them.
 
         first_step: steps done before; it decides whether the programs before qat.start are needed.
+        meanwhile: of `programs_of`.
         """
         start_seconds = time.perf_counter()
         batch, where, held_out = self._abstract_batch(self.batches), self.replicated, self._held_out
@@ -274,12 +281,14 @@ class Engine:
         ]
         update = over_leaves(without_layers(self.program).update, TrainState, Sums, stacked=stacked)
         results = (flat_state.of_each(self.program.shardings(state, where)), unsummed, where)
-        requests.append(self._request(update, results, (flat_state, flat_sums), donated=(0, 1), shardy=True))
+        request = self._request(update, results, (flat_state, flat_sums), donated=(0, 1), shardy=True)
+        of_update = update_options(self._platform, self.program.by_tensor)
+        requests.append(dataclasses.replace(request, options={**request.options, **of_update}))
         if held_out is not None:
             requests += [
                 self._of_rows(program.evaluate, where, state.trainable, frozen, held_out) for program in forwards
             ]
-        done = programs_of(requests)
+        done = programs_of(requests, meanwhile)
         accumulates, update, evaluates = done[: len(steps)], done[len(steps)], done[len(steps) + 1 :]
         pairs = zip(accumulates, evaluates or [None] * len(steps), strict=True)
         programs, *early = (Programs(accumulate, update, evaluate) for accumulate, evaluate in pairs)
@@ -320,19 +329,21 @@ class Engine:
         shapes: Callable[[], tuple[TrainState, Sums, Any]],
         first_step: int,
         print_line: Callable[[str], None],
+        meanwhile: Callable[[], object] = lambda: None,
         placed: bool = False,
     ) -> Programs:
         """Compiles plans until one fits, by the compiler's figures of accumulate and update; it is then in force.
 
           shapes: returns shapes of (state, sums, frozen) under the plan in force.
           first_step: programs before qat.start are compiled if it is earlier.
+          meanwhile: of `programs_of`.
           placed: weights are on the devices, which limits plans (Planner.replan).
           print_line: prints a line about each plan that failed.
 
         PlanError if no plan is left.
         """
         while True:
-            programs, need = self._compiled_and_need(shapes(), first_step)
+            programs, need = self._compiled_and_need(shapes(), first_step, meanwhile)
             host_memory.give_back()
             if programs is not None and (need is None or self._search.fits(need)):
                 if programs.seconds > _LONG and in_use() is None:
@@ -345,12 +356,12 @@ class Engine:
             self.follow_plan()
 
     def _compiled_and_need(
-        self, shapes: tuple[TrainState, Sums, Any], first_step: int
+        self, shapes: tuple[TrainState, Sums, Any], first_step: int, meanwhile: Callable[[], object]
     ) -> tuple[Programs | None, float | None]:
         """(programs, None if memory ran out in any process; most bytes of any process, None if no limit or unknown)."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
-            programs = self.compile(*shapes, first_step)
+            programs = self.compile(*shapes, first_step, meanwhile)
             if limited:
                 need = self._search.compiled_bytes(programs.accumulate, programs.update)
         except jax.errors.JaxRuntimeError as error:

@@ -34,6 +34,8 @@ from jaxtune.train.planning.plan import StepPlan
 from jaxtune.train.program.leaves import Leaves
 from jaxtune.train.program.step import Sums, TrainState
 
+_EARLY_BYTES = 1 << 30  # of a state that is made beside compiling, which needs memory to time algorithms
+
 
 class TrainedModel:
     """The model that a run trains. The caller's is never changed and its arrays never donated; without `keeps_model`
@@ -67,6 +69,7 @@ class TrainedModel:
         self.keeps_model, self._weights = keeps_model, weights
         self.fresh = False
         self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
+        self._early_state: TrainState | None = None  # of `make_state`
         # frozen weights on the mesh, of a run that divides them beside a model that is kept, or in several processes
         self._divided: nnx.State | None = None
         self._hold(model)
@@ -169,16 +172,32 @@ class TrainedModel:
     def _first(self, engine: Engine) -> tuple[TrainState, Any]:
         self.take_weights()
         frozen = self.placed_frozen(engine)  # comes first, so that the blocks it frees are used for what follows
-        program, where = engine.program, engine.replicated
-        if engine.mesh.size == 1 or program.offload:
-            state = program.init(self.trainable, self._seed, where)
-            state = partition.put(state, program.shardings(state, where))
+        program = engine.program
+        if self._early_state is not None:
+            state, self._early_state = self._early_state, None
+        elif engine.mesh.size == 1 or program.offload:
+            state = self._made_state(engine)
         else:  # no device ever has a whole tensor that is divided
             shapes, _, _ = self.first_shapes(engine)
             trainable = partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh))
             init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
             state = init(trainable, self._seed)
         return state, frozen
+
+    def make_state(self, engine: Engine) -> None:
+        """Makes the first state of a new run, which `begin` then has, while programs compile: on one device, if it is
+        small and no thread loads weights any more.
+        """
+        if self._early_state is not None or self.is_loading or engine.mesh.size > 1 or engine.program.offload:
+            return
+        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state_shapes(engine))) <= _EARLY_BYTES:
+            self.take_weights()
+            self._early_state = self._made_state(engine)
+
+    def _made_state(self, engine: Engine) -> TrainState:
+        program, where = engine.program, engine.replicated
+        state = program.init(self.trainable, self._seed, where)
+        return partition.put(state, program.shardings(state, where))
 
     def weights(self, engine: Engine) -> tuple[nnx.State, nnx.State]:
         """(trainable, frozen) for a forward pass on the mesh, in the given dtypes; on one device nothing is copied."""

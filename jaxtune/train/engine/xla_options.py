@@ -15,6 +15,13 @@ _WHOLE_GRAPHS: dict[str, bool | int | str] = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 
+# Of the algorithms that cuBLAS names for a product, its best guess first, XLA otherwise times up to 128, while the
+# program's other parts wait.
+_ALGORITHMS: dict[str, bool | int | str] = {"xla_gpu_blas_max_algorithms": 16}
+# Else XLA compiles each fusion by two code generators and times both: for the hundreds of an adapter's update that took
+# 8 of 20 s (8B, rank 16), and these only read and write memory.
+_ONE_GENERATOR: dict[str, bool | int | str] = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+
 
 def compiler_options(
     platform: str, deterministic: bool, divides: bool = False, merges: bool = True
@@ -32,7 +39,7 @@ def compiler_options(
     options: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
         return options
-    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT, **NO_REMATERIALIZATION}
+    options |= {"xla_gpu_enable_triton_gemm": False, **_ALGORITHMS, **IN_FLIGHT, **NO_REMATERIALIZATION}
     if not merges:
         options |= {"xla_gpu_dot_merger_threshold_mb": 0}
     if divides:
@@ -40,6 +47,11 @@ def compiler_options(
     if deterministic:
         options |= {"xla_gpu_deterministic_ops": True, **UNTIMED}
     return options
+
+
+def update_options(platform: str, by_tensor: bool) -> dict[str, bool | int | str]:
+    """Further XLA options of StepProgram.update. by_tensor: of the program."""
+    return {} if platform != "gpu" or by_tensor else _ONE_GENERATOR
 
 
 def launch_options(whole_graphs: bool) -> dict[str, bool | int | str]:

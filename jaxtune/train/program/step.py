@@ -360,7 +360,7 @@ class StepProgram:
                 scaled = gradients.astype(jnp.float32) * scale
                 return jnp.sum(scaled * scaled, axis=range(1, scaled.ndim))
 
-            squares = stacks.of_each(summed_squares, jax.tree.leaves(sums.gradients))
+            squares = self._of_each(summed_squares, jax.tree.leaves(sums.gradients))
             norm = jnp.sqrt(squares.sum())  # shows a layer's loss that is not finite
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             if self.max_grad_norm is not None:
@@ -385,7 +385,7 @@ class StepProgram:
             else:
                 wide, _ = moved(*tensors, finite=True)
                 leaves = jax.tree.leaves(wide)
-                finite &= stacks.of_each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), leaves).all()
+                finite &= self._of_each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), leaves).all()
                 # Without a barrier XLA would keep the values computed for this decision (43 GB for an 8B model).
                 tensors, finite = optimization_barrier((tensors, finite))
 
@@ -430,6 +430,9 @@ class StepProgram:
                 metrics["aux"] = dict(zip(self.aux_losses.names, sums.aux / count, strict=True))
             return new, next_sums, metrics
 
+    def _of_each(self, reduce, tensors: list[jax.Array]) -> jax.Array:
+        return stacks.of_each(reduce, tensors, None if self.stacked else stacks.FEW)
+
     def _means(self, sums: Sums, count: jax.Array) -> dict:
         return {
             "loss": sums.loss / count,
@@ -461,7 +464,7 @@ class StepProgram:
         """float32[]: no weight exceeds it in absolute value after the update, known before."""
         assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
-        highest = stacks.of_each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
+        highest = self._of_each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):

@@ -526,7 +526,7 @@ class RowEncoder:
         mask = np.zeros(len(ids), bool)
         if self.train_on == "all":
             mask[:] = True
-            ended = int(tokens.is_cut or any(int(token) in self.end_ids for token in ids[1:]))
+            ended = int(tokens.is_cut or not self.end_ids.isdisjoint(ids[1:].tolist()))
             return mask, [(0, len(ids))], 1, ended
         spans = [(first, last) for first, last in spans if first < last]
         ended = 0
