@@ -15,9 +15,6 @@ _WHOLE_GRAPHS: dict[str, bool | int | str] = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 
-# Of the algorithms that cuBLAS names for a product, its best guess first, XLA otherwise times up to 128, while the
-# program's other parts wait.
-_ALGORITHMS: dict[str, bool | int | str] = {"xla_gpu_blas_max_algorithms": 16}
 # Else XLA compiles each fusion by two code generators and times both: for the hundreds of an adapter's update that took
 # 8 of 20 s (8B, rank 16), and these only read and write memory.
 _ONE_GENERATOR: dict[str, bool | int | str] = {"xla_gpu_experimental_enable_fusion_autotuner": False}
@@ -39,7 +36,7 @@ def compiler_options(
     options: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
         return options
-    options |= {"xla_gpu_enable_triton_gemm": False, **_ALGORITHMS, **IN_FLIGHT, **NO_REMATERIALIZATION}
+    options |= {"xla_gpu_enable_triton_gemm": False, **IN_FLIGHT, **NO_REMATERIALIZATION}
     if not merges:
         options |= {"xla_gpu_dot_merger_threshold_mb": 0}
     if divides:
