@@ -51,7 +51,7 @@ _WAVES = (
 )
 _SLOTS = {"bf16": (1, 16, 64, 256), "fp8": (1, 16, 64, 256)} | dict.fromkeys(("nf4", "nvfp4", "int8"), (1, 16))
 _SLOTS["before"] = _SLOTS["bf16"]
-_MOST_LONG = (1024, 768, 640, 512, 384, 320, 256, 192, 128, 64)  # rows; a sampler's own plan would halve them
+_MOST_LONG = (1024, 768, 640, 512, 384, 320, 256, 192, 128, 64)  # rows; a sampler's plan has other steps
 if _TINY:
     _SLOTS, _MOST_LONG = dict.fromkeys(_SLOTS, (1, 4)), (8,)
 _SHARE = {"bf16": 0.38, "before": 0.46, "fp8": 0.4, "nf4": 0.12}  # of the device's memory; 0.2 for others

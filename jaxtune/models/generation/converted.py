@@ -32,7 +32,7 @@ from jaxtune.pallas.grouped_matmul import padded_adapter, pads_adapters
 from jaxtune.pallas.linear_cross_entropy import filled_up
 from jaxtune.pallas.quant_matmul import decoded
 
-_LEAST_ROWS = 17  # linears multiply fewer rows by codes faster than by decoded weights; for experts no kernel does
+LEAST_ROWS = 17  # linears multiply fewer rows by codes faster than by decoded weights; for experts no kernel does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def converts_linears(rows: int, exact: bool) -> bool:
     """Whether all of a layer is converted for steps of so many rows, or its quantised experts alone. exact: as of
     Sampler; no kernel multiplies by codes in one order, so that each step decodes them.
     """
-    return exact or rows >= _LEAST_ROWS
+    return exact or rows >= LEAST_ROWS
 
 
 @functools.lru_cache(32)

@@ -47,7 +47,7 @@ def is_wide(block: Block) -> bool:
     return type(mlp) is MLP and not mlp.config.fused_gate_up and len(linears_of_step(block)) == len(block.matrices())
 
 
-def cut_adapters(block: Block) -> None:
+def keep_device_rows(block: Block) -> None:
     """Leaves of biases and adapters of `linears_of_step` this device's rows, in place; once for all steps."""
     for linear in linears_of_step(block):
         rows = linear.sizes[0] // partition.shards(linear.stored_weight)[0].count
@@ -62,7 +62,7 @@ def cut_adapters(block: Block) -> None:
 
 
 def part_of(linear: Linear) -> Linear:
-    """The linear of this device's rows of the weight. For one of `linears_of_step` after `cut_adapters`."""
+    """The linear of this device's rows of the weight. For one of `linears_of_step` after `keep_device_rows`."""
     part, value = copy.copy(linear), linear.stored_weight
     local = partition.undivided(value)
     if isinstance(local, Stored):

@@ -74,9 +74,9 @@ def generate(
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
     """Continues each prompt; at most 256 rows a device decode at once, as memory allows.
 
-    Programs are compiled for each power of two of rows and each bucket of lengths. When a row of a longrope model
-    outgrows the original context, its cache is computed anew with the long factors, as transformers does for a single
-    row.
+    Programs are compiled for each power of two of rows, or what memory allows, and each bucket of lengths. When a row
+    of a longrope model outgrows the original context, its cache is computed anew with the long factors, as transformers
+    does for a single row.
 
     Args:
       prompts: token ids of each.

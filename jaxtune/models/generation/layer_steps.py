@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import plain_layer
-from jaxtune.models.generation.exchanged import cut_adapters, is_wide, linears_of_step
+from jaxtune.models.generation.exchanged import is_wide, keep_device_rows, linears_of_step
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.placement import partition
@@ -30,17 +30,17 @@ def split_layers(model: Decoder) -> list[tuple]:
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
-def layers_of_steps(model: Decoder, tokens: int) -> list[tuple]:
-    """`split_layers` for `through_layers` with so many tokens a row; once for all steps of a program."""
-    if _are_plain(model, tokens):
+def layers_of_steps(model: Decoder, tokens_a_row: int) -> list[tuple]:
+    """`split_layers` for `through_layers`; once for all steps of a program."""
+    if _are_plain(model, tokens_a_row):
         for layer in model.layers:
-            cut_adapters(layer)
+            keep_device_rows(layer)
     return split_layers(model)
 
 
-def _are_plain(model: Decoder, tokens: int) -> bool:
+def _are_plain(model: Decoder, tokens_a_row: int) -> bool:
     layers = zip(model.layers, model.config.layers, strict=True)
-    return tokens == 1 and model.norm.compute is None and all(itertools.starmap(plain_layer.is_plain, layers))
+    return tokens_a_row == 1 and model.norm.compute is None and all(itertools.starmap(plain_layer.is_plain, layers))
 
 
 def through_layers(

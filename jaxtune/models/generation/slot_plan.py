@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.load_memory import free_bytes
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.converted import Convertible, convertible_of
+from jaxtune.models.generation.converted import LEAST_ROWS, Convertible, convertible_of
 from jaxtune.models.generation.structure import Structure, structure_of, with_cache
 
 SLOTS = 64  # the default number of slots
@@ -177,8 +177,10 @@ def plan_slots(
     def needed(count: int, tokens: int) -> int:
         return bytes_of(count, tokens) + counted(tokens)
 
+    decodes = convertible is not None and any(convertible.layers)
+
     def planned(room: float, slots: int | None, reserved: int = 0) -> SlotPlan:
-        count, tokens = _planned(needed, positions, room, slots, length, most_slots, reserved)
+        count, tokens = _planned(needed, positions, room, slots, length, most_slots, reserved, decodes)
         return SlotPlan(count, tokens, bytes_of(count, tokens), picture_bytes=counted(tokens))
 
     plan = planned(room, slots, prefix_bytes)
@@ -225,8 +227,13 @@ def _planned(
     length: int | None,
     most_slots: int,
     reserved: int = 0,
+    decodes: bool = False,
 ) -> tuple[int, int]:
-    """(slots, length) for `room` bytes without converted weights. ValueError if not even one slot fits."""
+    """(slots, length) for `room` bytes without converted weights. ValueError if not even one slot fits.
+
+    decodes: whether steps of `LEAST_ROWS` and more decode weights that are not converted; slightly more would be slower
+      than one less.
+    """
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room
@@ -235,6 +242,8 @@ def _planned(
     shortest = length or min(positions, _LEAST_LENGTH)
     while slots is None and slot_count > 1 and not fits(slot_count, shortest):
         slot_count = fewer_slots(slot_count)
+        if decodes and LEAST_ROWS <= slot_count < next_power(LEAST_ROWS):
+            slot_count = LEAST_ROWS - 1
     if not fits(slot_count, shortest):
         raise ValueError(
             f"Sampler: {slot_count} slots of {shortest} tokens take {bytes_of(slot_count, shortest) / 1e9:.2f} GB, and "

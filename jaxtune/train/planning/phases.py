@@ -17,7 +17,7 @@ from jaxtune.models.adapters.merge import merge_bytes
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
 from jaxtune.models.files.quant import parameters
-from jaxtune.models.generation.slot_plan import PREFILL_TOKENS, SlotPlan
+from jaxtune.models.generation.slot_plan import PREFILL_TOKENS, SlotPlan, fewer_slots
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.models.programs.compiling import out_of_memory
@@ -89,8 +89,8 @@ class Sampled:
 def questions_at_a_time(
     costs: StepParts, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
-    """`most` questions at a time, halved until they fit beside all weights (without optimizer states), or 1, which may
-    not. prompt, answer: tokens of the longest. budget_bytes: of device memory; None: no limit.
+    """`most` questions at a time, or fewer that fit beside all weights (without optimizer states), or 1, which may not.
+    prompt, answer: tokens of the longest. budget_bytes: of device memory; None: no limit.
     """
     prompt, answer = (
         1 << (tokens - 1).bit_length() for tokens in (prompt, answer)
@@ -99,7 +99,7 @@ def questions_at_a_time(
     while sampled.rows > 1 and budget_bytes is not None:
         if costs.frozen_bytes + costs.trained_bytes + sampled.bytes(costs, device) <= budget_bytes:
             break
-        sampled = dataclasses.replace(sampled, rows=sampled.rows // 2)
+        sampled = dataclasses.replace(sampled, rows=fewer_slots(sampled.rows))
     return sampled
 
 

@@ -143,9 +143,16 @@ def slots_between(
     sharing, arriving = Sharing.of(model), arriving_bytes(model.layers)
     can_convert = converts and sharing.weights_are_whole and not arriving
     prefix_bytes = max(prefix_room(free), 0) if rows.prefixes else 0
-    slots = rows.on(sharing)
-    how = can_convert, rows.exact, prefix_bytes, rows.cache
-    return slots_for(model, free - arriving, rows.length, slots, *how)
+    return slots_for(
+        model,
+        free - arriving,
+        rows.length,
+        rows.on(sharing),
+        converts=can_convert,
+        exact=rows.exact,
+        prefix_bytes=prefix_bytes,
+        cache=rows.cache,
+    )
 
 
 def profile_facts(
