@@ -33,11 +33,12 @@ from jaxtune.train.objectives.grpo import Correction
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.objectives.sampling import Settings
-from jaxtune.train.planning.phases import prefill_bytes
+from jaxtune.train.planning.phases import phases_of, prefill_bytes
 from jaxtune.train.sampled import answering, own_samples, rollout_function
 from jaxtune.train.spec.setup import slots_between
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
+from tests.train.plan_of_slots import TEMPLATE
 from tests.train.tiny_runs import make_config
 
 OWN = """
@@ -70,10 +71,6 @@ WAYS = {
     "a rollout function": dict(name="grpo", rollout_func="play"),
     "own samples": dict(name="distill", teacher="base"),
 }
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}<tool_call>{% endfor %}{% for m in messages %}"
-    "{{ m.role + ': ' + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def trainer_of(folder: Path, way: str, **changes) -> Trainer:
@@ -271,6 +268,28 @@ def test_twice_as_many_slots_fit_between_two_steps(tmp_path):
     for way in WAYS:
         rows_of_run = trainer_of(tmp_path, way, memory=MemoryConfig(budget_gb=1))
         assert {name: plan.cache for name, plan in rows_of_run.slots.items()} == {"answers": "fp8", "generate": None}
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": "fp8"}, {"exact": True}])
+def test_where_memory_is_short_the_cache_is_named(options, tmp_path):
+    """By the Sampler, by the plan and by its phase, where it would help."""
+    helps = not options
+    model = tiny_model("bfloat16", head_dim=64)
+    if not options.get("exact"):  # which tiny models may be refused for
+        with pytest.raises(ValueError, match="device memory are left") as short:
+            Sampler(model, free_bytes=10.0, **options)
+        assert ('Sampler(cache="fp8")' in str(short.value)) == helps
+    with pytest.raises(ValueError, match="device memory are left") as short:
+        slots_for(model, 10.0, 64, 4, **options)
+    assert ("objective.cache=fp8" in str(short.value)) == helps
+    trainer = trainer_of(tmp_path, "rewards", memory=MemoryConfig(budget_gb=1), objective={"cache": None} | options)
+    planner, spec = trainer.planner, trainer.config
+    sections = (spec.model.load_in, spec.data, spec.checkpoint, spec.export)
+    of_plan = (planner.cost, planner.forecast, planner.device, *sections)
+    exact = trainer.batches.sampled_rows.exact
+    told = phases_of(trainer.model.prepared, trainer.model.trainable, *of_plan, slots=trainer.slots, exact=exact)
+    remedies = {phase.name: phase.remedy for phase in told}
+    assert ("objective.cache=fp8" in remedies["answers"]) == helps and "cache" not in remedies["generate"]
 
 
 def test_a_run_does_not_continue_with_another_cache(tmp_path):

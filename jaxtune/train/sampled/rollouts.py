@@ -130,7 +130,8 @@ class SampledAnswers(BatchSource):
             )
         self.prompts, self.rewards, self.settings, self.advantages = prompts, rewards, settings, advantages
         self.answers_per_step, self.seed = answers_per_step, seed
-        self._length, self.answering, self._score, self._correction = length, answering, score, correction
+        self._length, self.answering, self._score = length, answering, score
+        self._correction: Correction | None = correction
         self._reference, self._penalises, self.own_reference = reference, penalises, own_reference
         full, pictures = length // (longest + settings.max_completion_length), None
         if processor is not None and (patches_per_row is not None or any(prompt.pictures for prompt in prompts)):
@@ -154,13 +155,11 @@ class SampledAnswers(BatchSource):
             if chosen_length or answering.changes_prompts
             else fill_warning(longest + settings.max_completion_length, answers_per_step, self.rows_per_step, length)
         )
-        self.sampled_rows = SampledRows(
+        self.sampled_rows = SampledRows.of(
+            settings,
             length if answering.changes_prompts else longest + settings.max_completion_length,
             answers_per_step * settings.steps_per_generation if answering.one_row_a_prompt else None,
-            settings.slots,
-            settings.exact,
             answering.repeats_beginnings,
-            settings.cache,
         )
         self._generation: tuple[int, list[Answer]] | None = None
         self._made: tuple[int, Batch] | None = None
