@@ -154,7 +154,7 @@ def test_the_mode_of_a_script_is_followed_else_the_caches(told, folder, tmp_path
     run = dict(num_generations=4, max_completion_length=8, output_dir=str(tmp_path / "run"))
     for cache in (False, True):
         model, _ = load(folder, fast_inference=True, float8_kv_cache=cache)
-        args = GRPOConfig(**run, **(told or {}))
+        args = GRPOConfig(**run, vllm_importance_sampling_correction=True, **(told or {}))
         if told is None:
             args.vllm_importance_sampling_mode = "sequence_truncate"  # set later
         trainer = GRPOTrainer(model, [lambda completions, **_: [1.0]], args, [{"prompt": PROMPT}] * 4)
