@@ -102,6 +102,8 @@ def test_a_key_anywhere_in_a_message(key, kind, form):
             "would fit: model.load_in=nf4; adapter={r: 16}",
             "would fit: from_pretrained's load_in_4bit=True; an adapter of rank 16",
         ),
+        ("GRPO", "leave objective.cache out", "leave from_pretrained's float8_kv_cache out"),
+        ("GKD", "slots, or objective.cache=fp8", "slots, or from_pretrained's float8_kv_cache=True"),
         ("SFT", "the steps of an epoch, its output and seed", "the steps of an epoch, its output and seed"),
         ("SFT", "if steps == 3", "if steps == 3"),
     ],

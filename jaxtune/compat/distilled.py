@@ -122,7 +122,10 @@ class DistilledTrainer(PreferenceTrainer):
 
     def _objective(self) -> ObjectiveConfig:
         teacher = BASE if self._teacher is None else self._teacher.module.name_or_path or "in memory"
-        return dataclasses.replace(ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta), **self._drawing())
+        drawing = self._drawing()
+        cache = self.model.cache if drawing["on_policy"] else None  # else nothing is sampled
+        plain = ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta)
+        return dataclasses.replace(plain, **drawing, cache=cache)
 
     def _drawing(self) -> dict[str, float | int]:
         """The options of ObjectiveConfig about sampling and the loss's temperature: {name: value}."""

@@ -527,13 +527,17 @@ class FastLanguageModel:
         random_state: the seed of sampling, of the scoring head, and of PEFT's get_peft_model.
         packing: of an SFTConfig that leaves it unset.
         num_labels: 1 adds a scoring head, for a reward model.
-        float8_kv_cache: fast_generate and training from rewards store keys and values in FP8 (e4m3).
+        float8_kv_cache: with fast_inference=True, fast_generate and runs that sample store keys and values in FP8
+          (e4m3).
         others: load_in_8bit=True (int8), or arguments without effect.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
         flags |= {fmt.flag: others.pop(fmt.flag) for fmt in FORMATS.values() if fmt.flag in others}
         pictures = bool(others.pop("pictures", False))  # of FastVisionModel
+        if float8_kv_cache and not others.get("fast_inference"):
+            report_idle(where, "float8_kv_cache", "it is vLLM's, of fast_inference=True")
+            float8_kv_cache = False
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
         keep_programs()
         load_in: str | None = _format(where, load_in_4bit, load_in_16bit, flags, full_finetuning)

@@ -154,7 +154,8 @@ class GRPOConfig(RewardedConfig):
     use_bias_correction_kl: bool  # True: the KL term is multiplied by the ratio; False: it is not
     # True: the loss corrects for the sampler's probabilities, by the mode and within the bounds below; False: not
     vllm_importance_sampling_correction: bool
-    vllm_importance_sampling_mode: str  # or "token_mask", "token_truncate", "sequence_truncate"
+    # or "token_mask", "token_truncate" (the default with float8_kv_cache=True), "sequence_truncate"
+    vllm_importance_sampling_mode: str
     # bounds of the ratio of the trainer's probabilities to the sampler's; None: no bound
     vllm_importance_sampling_clip_max: float | None
     vllm_importance_sampling_clip_min: float | None
@@ -345,6 +346,8 @@ class RewardedTrainer(PreferenceTrainer):
         options |= {
             f"importance_sampling_{name}": getattr(args, f"vllm_importance_sampling_{name}") for name in corrections
         }
+        if self.model.cache is not None and "vllm_importance_sampling_mode" not in args.given:
+            options["importance_sampling_mode"] = None  # the default beside such a cache is not TRL's
         for option, why in without_effect("grpo", options).items():
             is_vllm = option in (
                 "importance_sampling_mode",

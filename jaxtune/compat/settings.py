@@ -137,7 +137,7 @@ _FILLED = (
     "logging_dir",
 )
 # If an object of transformers' classes leaves these at a default or at False, they count as not given.
-_MODELS = ("packing", "gradient_checkpointing", "max_length")
+_MODELS = ("packing", "gradient_checkpointing", "max_length", "vllm_importance_sampling_mode")
 
 
 class TrainingArguments(SFTConfig):

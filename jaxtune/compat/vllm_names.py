@@ -158,8 +158,8 @@ def fast_generate(
         groups.setdefault(id(params), []).append(index)
     answers: dict[int, list[CompletionOutput]] = {}
     for indices in groups.values():
-        ids_of = [(i, text_and_ids[i][1]) for i in indices]
-        answers |= _answers(model, tokenizer, ids_of, sampling_params[indices[0]], cache)
+        prompts_ids = [(i, text_and_ids[i][1]) for i in indices]
+        answers |= _answers(model, tokenizer, prompts_ids, sampling_params[indices[0]], cache)
     for index, (text, ids) in enumerate(text_and_ids):
         outputs.append(RequestOutput(str(index), text, ids, answers[index], True, lora_request))
     return outputs

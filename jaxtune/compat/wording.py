@@ -26,6 +26,7 @@ _RECIPES = "a recipe's "
 _PHRASES = {
     "memory.plan=null micro_batches=null (the planner chooses)": "gradient_checkpointing=True (the planner chooses)",
     "model.load_in=nf4": "from_pretrained's load_in_4bit=True",
+    "objective.cache=fp8": "from_pretrained's float8_kv_cache=True",
     "model.load_in=int8": "from_pretrained's load_in_8bit=True",
 }
 # Arguments of functions for a recipe's keys, beside those of adapters, which have the same names.
@@ -34,6 +35,7 @@ _ARGUMENTS = {
     "model.max_position_embeddings": "max_seq_length",
     "model.load_in": "load_in_4bit",
     "model.compute": "load_in_fp8",
+    "objective.cache": "float8_kv_cache",
     "data.length": "max_seq_length",
 }
 _RANK = re.compile(r"adapter=\{r: (\d+)\}")

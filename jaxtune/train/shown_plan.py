@@ -77,14 +77,15 @@ def show_plan(config: TrainConfig, objective: Objective, console: Console) -> No
     shared = config.shared_by(sharing or (1 if device is not None else jax.device_count()))
     spec = StepSpec.of(shared, objective, tower=tower)
     sampled = None
-    if (packed := objective.packed) is not None:
-        longest = _ASSUMED_PROMPT + packed.max_completion_length
+    if (drawn := objective.drawn) is not None:
+        longest = _ASSUMED_PROMPT + drawn.max_completion_length
         open_length = isinstance(config.data.length, Unset)
         open_count = config.objective.rollout_func is not None  # which asks for any number of rows
-        answers = None if open_count else spec.rows * packed.steps_per_generation
+        generations = 1 if objective.packed is None else objective.packed.steps_per_generation
+        answers = None if open_count else spec.rows * generations
         most = longest if open_length else spec.length
         turns = bool(config.objective.tools or config.objective.environment_factory)
-        sampled = SampledRows(most, answers, packed.slots, packed.exact, turns, packed.cache)
+        sampled = SampledRows.of(drawn, most, answers, turns)
         if open_length:
             length, rows = packed_shape(longest, spec.rows, (sharing or 1) * (config.micro_batches or 1))
             spec = replace(spec, rows=rows, length=length)

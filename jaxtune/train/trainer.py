@@ -436,9 +436,9 @@ class Trainer:
             config.export,
             partition.MeshShape.of(self.mesh).shard_count,
         )
-        phases = phases_of(
-            model.prepared, model.trainable, *of_plan, self.sampled, self.slots, self.spec.step.needs.rows_before
-        )
+        rows, before = self.batches.sampled_rows, self.spec.step.needs.rows_before
+        is_exact = rows is not None and rows.exact
+        phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled, self.slots, before, exact=is_exact)
         phases = [*self.stored.phases(self.engine), *phases]
         return phase_lines(phases, planner.budget_bytes, host_memory.size_bytes(), self.sampled, self.slots)
 

@@ -14,14 +14,20 @@ from jaxtune.compat import (
     GRPOTrainer,
     KTOConfig,
     KTOTrainer,
+    LoraConfig,
     ORPOConfig,
     ORPOTrainer,
+    PeftModel,
+    RLOOConfig,
+    RLOOTrainer,
     SamplingParams,
+    get_peft_model,
 )
 from jaxtune.compat.seeds import next_seed, set_seed
 from jaxtune.models.generation import generate
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.lora import linears
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.sampled import answering
 from tests.test_compat import folder, load  # noqa: F401
 
@@ -102,7 +108,7 @@ def test_fast_generate_answers_with_the_adapter_that_is_named(folder, tmp_path):
 
 
 def test_float8_kv_cache_is_that_of_fast_generate_and_of_rewards(folder, tmp_path, monkeypatch):  # noqa: F811
-    model, _ = load(folder, peft=False, float8_kv_cache=True)
+    model, _ = load(folder, peft=False, fast_inference=True, float8_kv_cache=True)
     model = FastLanguageModel.get_peft_model(model, r=4)
     model.save_lora(tmp_path / "lora")
     caches = []
@@ -129,6 +135,34 @@ def test_float8_kv_cache_is_that_of_fast_generate_and_of_rewards(folder, tmp_pat
 
 
 LONG = ("Name a colour. " * 8).strip()
+
+
+def test_float8_kv_cache_is_vllms_and_stays_with_a_model(folder, tmp_path, capsys):  # noqa: F811
+    model, _ = load(folder, peft=False, float8_kv_cache=True)
+    assert model.cache is None and "float8_kv_cache does nothing here: it is vLLM's" in capsys.readouterr().out
+    model, _ = load(folder, peft=False, fast_inference=True, float8_kv_cache=True)
+    assert "float8_kv_cache" not in capsys.readouterr().out
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    loaded = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    made = [model, adapted, loaded, adapted.merge_and_unload(), FastLanguageModel.get_peft_model(model, r=2)]
+    assert [each.cache for each in made] == ["fp8"] * 5
+
+
+@pytest.mark.parametrize("told", [{}, {"vllm_importance_sampling_mode": "sequence_mask"}, None])
+def test_the_mode_of_a_script_is_followed_else_the_caches(told, folder, tmp_path):  # noqa: F811
+    run = dict(num_generations=4, max_completion_length=8, output_dir=str(tmp_path / "run"))
+    for cache in (False, True):
+        model, _ = load(folder, fast_inference=True, float8_kv_cache=cache)
+        args = GRPOConfig(**run, vllm_importance_sampling_correction=True, **(told or {}))
+        if told is None:
+            args.vllm_importance_sampling_mode = "sequence_truncate"  # set later
+        trainer = GRPOTrainer(model, [lambda completions, **_: [1.0]], args, [{"prompt": PROMPT}] * 4)
+        mode = objective_of(trainer.config().objective).importance_sampling_mode  # type: ignore[attr-defined]
+        others = "sequence_truncate" if told is None else "sequence_mask"
+        assert mode == ("token_truncate" if cache and told == {} else others)
+    rloo = RLOOTrainer(model, [lambda completions, **_: [1.0]], RLOOConfig(**run), [{"prompt": PROMPT}] * 4)
+    assert objective_of(rloo.config().objective).importance_sampling_mode == "token_truncate"  # type: ignore[attr-defined]
 
 
 @pytest.mark.full

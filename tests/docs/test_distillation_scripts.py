@@ -58,6 +58,19 @@ def test_arguments_become_the_objectives_options(workplace):
     assert (objective.on_policy, objective.sampling_temperature, objective.max_completion_length) == (0.0, None, None)
 
 
+@pytest.mark.parametrize("lmbda", [0.0, 1.0, None])
+def test_a_models_cache_is_that_of_sampled_answers(lmbda, workplace):
+    student = adapted()
+    student.cache = "fp8"
+    if lmbda is None:
+        trainer = trainer_of(compat.DistillationTrainer, PROMPTS, student, max_completion_length=4)
+    else:
+        trainer = trainer_of(compat.GKDTrainer, CHATS, student, lmbda=lmbda, max_new_tokens=4)
+    assert trainer.config().objective.cache == (None if lmbda == 0 else "fp8")
+    source = trainer._prepared.batches if lmbda != 0 else None
+    assert source is None or source.sampled_rows.cache == "fp8"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("lmbda", [0.0, 0.5])
 def test_gkd_learns_from_a_teacher(workplace, lmbda):

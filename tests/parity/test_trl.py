@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 import transformers
+import trl
 import trl_reference
 from flax import nnx
 from safetensors.numpy import load_file
@@ -170,3 +171,13 @@ def test_configs_of_trl_are_taken_with_their_own_defaults(tmp_path, name):
     assert ours["gradient_checkpointing"] is None and ours["library"] == "TRL"
     assert shared >= {"learning_rate", "logging_steps", "seed"}
     assert {key: ours[key] for key in shared} == {key: plain_value(getattr(theirs, key)) for key in shared}
+
+
+@pytest.mark.parametrize("mode", [None, "token_mask", "sequence_truncate"])
+def test_a_mode_that_a_script_left_alone_is_not_told(tmp_path, mode):
+    """So that the default beside a cache in FP8 holds (compat/rewarded.py)."""
+    told = {} if mode is None else {"vllm_importance_sampling_mode": mode}
+    theirs = trl.GRPOConfig(str(tmp_path), bf16=False, report_to=[], **told)
+    ours = resolved_config(theirs, compat.GRPOConfig, None)
+    assert ours.vllm_importance_sampling_mode == theirs.vllm_importance_sampling_mode
+    assert ("vllm_importance_sampling_mode" in ours.given) == (mode is not None)

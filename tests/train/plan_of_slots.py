@@ -30,9 +30,24 @@ from tests.train.tiny_runs import make_config
 
 ENOUGH_GB = 30.0
 QUESTIONS = 32  # that are answered at a time
-WAYS = "rewards", "own samples", "a rollout function"
+WAYS = "rewards", "own samples", "tools", "a rollout function"
 MESHES = MeshConfig(1, 1), MeshConfig(2, 1), MeshConfig(1, 2), MeshConfig(2, 2)
 MODELS = "all weights", "an adapter", "an adapter on quantised weights"
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}<tool_call>{% endfor %}{% for m in messages %}"
+    "{{ m.role + ': ' + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def roll(sides: int) -> int:
+    """Rolls a die.
+
+    Args:
+        sides: of the die.
+    """
+    return sides // 2
 
 
 def rollout(prompts, model):
@@ -50,7 +65,7 @@ class Made:
 
 def trainer_of(folder: Path, way: str, name: str, mesh: MeshConfig, draw: random.Random) -> Trainer:
     """Of drawn numbers of answers, questions, slots, and layers that are whole on each device."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(TEMPLATE) if way == "tools" else make_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256)
     model = quantize(model, "nf4") if "quantised" in name else model
     adapts = name != "all weights"
@@ -66,6 +81,8 @@ def trainer_of(folder: Path, way: str, name: str, mesh: MeshConfig, draw: random
         objective |= dict(name="grpo", reward_funcs=("brevity",), num_generations=draw.choice([2, 4]))
         objective |= dict(exact=draw.choice([True, None]) if way == "rewards" and mesh.fsdp == 1 else None)
     objective["cache"] = None if objective.get("exact") else draw.choice([None, "fp8"])
+    if way == "tools":
+        objective["tools"] = (f"{__file__}:roll",)
     if way == "a rollout function":
         objective["rollout_func"] = f"{__file__}:rollout"
     plans = [None, "keep", "keep; resident=1", f"keep; resident={len(model.layers)}"]

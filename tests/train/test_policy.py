@@ -132,6 +132,7 @@ CASES = {
     "divergence": GRPO.of(**settings(beta=0.1, temperature=1.3, importance_sampling_mode="token_truncate")),
     "entropy": GRPO.of(**settings(entropy_coef=0.1, importance_sampling_correction=False)),
     "rloo": RLOO.of(**settings()),
+    "rloo, by token": RLOO.of(**settings(importance_sampling_mode="token_truncate")),
     "rloo, told another loss": RLOO.of(**settings(loss_type="cispo", epsilon_high=0.3)),
 }
 

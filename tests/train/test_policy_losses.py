@@ -180,6 +180,21 @@ def test_rloo_clips_the_ratio_of_an_answer():
     np.testing.assert_allclose(metrics["clip_ratio/high_mean"], 0.5)
 
 
+def test_rloo_weighs_gradients_of_tokens_by_their_ratios():
+    answers = dataclasses.replace(some_answers(), old_logps=None)
+    ratio = jnp.linspace(0.0, 2.0, answers.mask.size).reshape(answers.mask.shape)
+
+    def gradient(ratio):
+        return jax.grad(lambda logps: rloo_loss(dataclasses.replace(answers, logps=logps, ratio=ratio))[0])(
+            answers.logps
+        )
+
+    np.testing.assert_allclose(gradient(ratio), gradient(None) * ratio, rtol=1e-5)
+    assert np.abs(gradient(None)).max() > 0
+    one = jnp.full((len(ratio), 1), 0.3)
+    np.testing.assert_allclose(gradient(one), gradient(jnp.broadcast_to(one, ratio.shape)), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options, named",
     [

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,13 +29,16 @@ from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.evaluation import answer_metrics
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.objectives.distillation import Distill, Drawing
+from jaxtune.train.objectives.grpo import Correction
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.objectives.sampling import Settings
-from jaxtune.train.planning.phases import prefill_bytes
+from jaxtune.train.planning.phases import phases_of, prefill_bytes
 from jaxtune.train.sampled import answering, own_samples, rollout_function
 from jaxtune.train.spec.setup import slots_between
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
+from tests.train.plan_of_slots import TEMPLATE
 from tests.train.tiny_runs import make_config
 
 OWN = """
@@ -65,10 +71,6 @@ WAYS = {
     "a rollout function": dict(name="grpo", rollout_func="play"),
     "own samples": dict(name="distill", teacher="base"),
 }
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}<tool_call>{% endfor %}{% for m in messages %}"
-    "{{ m.role + ': ' + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def trainer_of(folder: Path, way: str, **changes) -> Trainer:
@@ -130,6 +132,56 @@ def test_what_was_sampled_is_corrected_for_as_before(tmp_path):
         mismatch[cache] = line["sampling/sampling_logp_difference/mean"]
         assert 0.5 < line["sampling/importance_sampling_ratio/mean"] < 1.5
     assert mismatch[None] < 1e-5 < mismatch["fp8"] < 0.1
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([GRPO, RLOO]), st.integers(128, 1024), st.floats(0.1, 0.16), st.integers(0, 2**32 - 1))
+def test_long_answers_keep_their_weight_in_the_loss(kind, tokens, spread, seed):
+    """Token ratios of SmolLM2-135M over such a cache have mean 1 and deviation 0.13, those of answers fall."""
+    noise = np.random.default_rng(seed).normal(-(spread**2) / 2, spread, (32, tokens))
+    sampled, mask = np.full((32, tokens), -1.0, np.float32), np.ones((32, tokens), np.float32)
+
+    def weights(objective: GRPO) -> np.ndarray:
+        return np.asarray(objective._ratio(jnp.asarray(sampled + noise), jnp.asarray(sampled), jnp.asarray(mask)))
+
+    ratios = weights(kind.of(cache="fp8"))
+    assert 0.97 < ratios.mean() < 1.03 and ratios.sum() ** 2 / (ratios**2).sum() > 0.95 * ratios.size
+    of_answers = weights(kind.of(cache="fp8", importance_sampling_mode="sequence_mask"))
+    assert of_answers.shape == (32, 1) and np.median(of_answers) < 0.9
+
+
+def test_the_mode_is_the_recipes_else_the_caches():
+    def mode(**options) -> str | None:
+        section = ObjectiveConfig(reward_funcs=("exact_match",), **options)
+        return objective_of(section).importance_sampling_mode  # type: ignore[attr-defined]
+
+    for name in ("grpo", "rloo"):
+        assert mode(name=name) == "sequence_mask" and mode(name=name, cache="fp8") == "token_truncate"
+        for told in get_args(Correction):
+            assert mode(name=name, cache="fp8", importance_sampling_mode=told) == told
+            assert mode(name=name, importance_sampling_mode=told) == told
+
+
+def test_a_run_whose_answers_weigh_little_says_so_once(tmp_path, capsys, monkeypatch):
+    """Of whatever cause: here the sampler says that its tokens were likelier."""
+    likelier = functools.partialmethod(_likelier, Sampler.step)
+    monkeypatch.setattr(answering, "Sampler", type("Likelier", (Sampler,), {"step": likelier}))
+    for mode, cache in (("sequence_mask", None), ("sequence_truncate", "fp8"), (None, "fp8"), ("token_mask", None)):
+        trainer = trainer_of(
+            tmp_path / f"{mode}", "rewards", objective=dict(cache=cache, importance_sampling_mode=mode), steps=3
+        )
+        trainer.train()
+        printed = capsys.readouterr()
+        told = (printed.out + printed.err).replace("\n", " ")
+        assert told.count("weighs the loss with") == (mode or "").startswith("sequence"), told
+        if (mode or "").startswith("sequence"):
+            assert f"objective.importance_sampling_mode = {mode}" in told and "token_truncate" in told
+            assert ("leave objective.cache out" in told) == (cache is not None) != ("set objective.exact" in told)
+
+
+def _likelier(sampler, step):
+    pieces = step(sampler)
+    return [dataclasses.replace(piece, logprobs=[value + 0.5 for value in piece.logprobs]) for piece in pieces]
 
 
 @settings(max_examples=40, deadline=None)
@@ -216,6 +268,28 @@ def test_twice_as_many_slots_fit_between_two_steps(tmp_path):
     for way in WAYS:
         rows_of_run = trainer_of(tmp_path, way, memory=MemoryConfig(budget_gb=1))
         assert {name: plan.cache for name, plan in rows_of_run.slots.items()} == {"answers": "fp8", "generate": None}
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": "fp8"}, {"exact": True}])
+def test_where_memory_is_short_the_cache_is_named(options, tmp_path):
+    """By the Sampler, by the plan and by its phase, where it would help."""
+    helps = not options
+    model = tiny_model("bfloat16", head_dim=64)
+    if not options.get("exact"):  # which tiny models may be refused for
+        with pytest.raises(ValueError, match="device memory are left") as short:
+            Sampler(model, free_bytes=10.0, **options)
+        assert ('Sampler(cache="fp8")' in str(short.value)) == helps
+    with pytest.raises(ValueError, match="device memory are left") as short:
+        slots_for(model, 10.0, 64, 4, **options)
+    assert ("objective.cache=fp8" in str(short.value)) == helps
+    trainer = trainer_of(tmp_path, "rewards", memory=MemoryConfig(budget_gb=1), objective={"cache": None} | options)
+    planner, spec = trainer.planner, trainer.config
+    sections = (spec.model.load_in, spec.data, spec.checkpoint, spec.export)
+    of_plan = (planner.cost, planner.forecast, planner.device, *sections)
+    exact = trainer.batches.sampled_rows.exact
+    told = phases_of(trainer.model.prepared, trainer.model.trainable, *of_plan, slots=trainer.slots, exact=exact)
+    remedies = {phase.name: phase.remedy for phase in told}
+    assert ("objective.cache=fp8" in remedies["answers"]) == helps and "cache" not in remedies["generate"]
 
 
 def test_a_run_does_not_continue_with_another_cache(tmp_path):

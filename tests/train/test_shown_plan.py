@@ -110,3 +110,15 @@ def test_slots_of_a_run_that_divides_weights_are_planned_from_a_device_s_share(c
     assert cli.main([*same, "memory.budget_gb=17.5", "mesh.fsdp=2", "memory.plan=recompute; resident=32"]) == 0
     shown = "".join(capsys.readouterr())
     assert "sampling between two steps: 8 slots" in shown and "keys and values in fp8" in shown
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_plan_of_own_samples_says_how_many_are_sampled_at_a_time(share, capsys):
+    options = f"name: distill, teacher: base, on_policy: {share}" + ", max_completion_length: 256, cache: fp8" * (
+        share > 0
+    )
+    plan = ["train", "lora-0.5b", "--plan", "plan.device=H200", f"objective={{{options}}}", "rows_per_step=16"]
+    assert cli.main(plan) == 0
+    shown = "".join(capsys.readouterr())
+    assert ("sampling between two steps: 16 slots of 768 tokens" in shown) == (share > 0)
+    assert ("keys and values in fp8" in shown) == (share > 0)

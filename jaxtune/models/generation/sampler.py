@@ -63,7 +63,7 @@ from jaxtune.models.generation.slot_plan import (
     room_bytes,
     slot_bytes,
 )
-from jaxtune.models.generation.structure import check_cache
+from jaxtune.models.generation.structure import check_cache, takes_cache
 from jaxtune.models.placement.streams import arriving_bytes, is_on_host
 from jaxtune.models.programs.kept import Prepared
 from jaxtune.system import lifetimes, processes, timing, waiting
@@ -208,7 +208,9 @@ class Sampler:
         whole = self._division is None or self._division.weights_are_whole
         if not deterministic and not arriving and whole:
             convertible = convertible_of(weights.structure, weights.shapes, prefill_tokens, most_converted)
-        self.plan: SlotPlan = self._planned(room, slots, length, most_slots, convertible, prefix_bytes or 0)
+        self.plan: SlotPlan = self._planned(
+            room, slots, length, most_slots, convertible, prefix_bytes or 0, takes_cache(model, cache, exact)
+        )
         if self.plan.converted_layers:
             linears = converts_linears(self.plan.slots, exact)
             self._model.convert(self.plan.converted_layers, self._division and self._division.mesh, linears)
@@ -274,6 +276,7 @@ class Sampler:
         most_slots: int,
         convertible: Convertible | None,
         prefix_bytes: int,
+        takes_fp8: bool,
     ) -> SlotPlan:
         structure, shapes = self._model.weights.structure, self._model.weights.shapes
         plan = plan_slots(
@@ -287,6 +290,7 @@ class Sampler:
             prefix_bytes,
             lambda tokens: picture_bytes(structure, shapes, tokens),
             self._exact,
+            takes_fp8,
         )
         return dataclasses.replace(plan, adapter_bytes=self._model.adapter_bytes, cache=self._model.cache)
 

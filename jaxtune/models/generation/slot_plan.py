@@ -12,7 +12,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.load_memory import free_bytes
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.converted import LEAST_ROWS, Convertible, convertible_of
-from jaxtune.models.generation.structure import Structure, structure_of, with_cache
+from jaxtune.models.generation.structure import Structure, structure_of, takes_cache, with_cache
 
 SLOTS = 64  # the default number of slots
 PREFILL_TOKENS = 2048  # the default of the most tokens that one program prefills
@@ -128,7 +128,8 @@ def slots_for(
     convertible = convertible_of(structure, shapes, PREFILL_TOKENS, None) if converts else None
     positions = model.config.context_length
     options = positions, room_bytes, None, length, most_slots, convertible, prefix_bytes
-    return dataclasses.replace(plan_slots(bytes_of, *options, exact=exact), cache=cache)
+    takes_fp8 = takes_cache(model, cache, exact)
+    return dataclasses.replace(plan_slots(bytes_of, *options, exact=exact, takes_fp8=takes_fp8), cache=cache)
 
 
 def plan_slots(
@@ -142,6 +143,7 @@ def plan_slots(
     prefix_bytes: int = 0,
     picture_bytes_of: Callable[[int], int] = lambda tokens: 0,
     exact: bool = False,
+    takes_fp8: bool = False,
 ) -> SlotPlan:
     """Chooses the slots, then the length of rows: `most_slots`, or as many of `fewer_slots` as rows of 256 tokens (of
     `length`) fit into; 256 tokens, doubled as long as they fit and the model has positions. As many layers as fit
@@ -158,6 +160,7 @@ def plan_slots(
       picture_bytes_of: tokens of a row -> bytes of its prefill beside its states, if all are of pictures; counted
         unless slots and length are fixed.
       exact: as of Sampler.
+      takes_fp8: whether keys and values could be stored so, for the message.
 
     Raises ValueError for a number that is not a positive integer, a length above `positions`, or no room.
     """
@@ -180,7 +183,7 @@ def plan_slots(
     decodes = convertible is not None and any(convertible.layers)
 
     def planned(room: float, slots: int | None, reserved: int = 0) -> SlotPlan:
-        count, tokens = _planned(needed, positions, room, slots, length, most_slots, reserved, decodes)
+        count, tokens = _planned(needed, positions, room, slots, length, most_slots, reserved, decodes, takes_fp8)
         return SlotPlan(count, tokens, bytes_of(count, tokens), picture_bytes=counted(tokens))
 
     plan = planned(room, slots, prefix_bytes)
@@ -228,6 +231,7 @@ def _planned(
     most_slots: int,
     reserved: int = 0,
     decodes: bool = False,
+    takes_fp8: bool = False,
 ) -> tuple[int, int]:
     """(slots, length) for `room` bytes without converted weights. ValueError if not even one slot fits.
 
@@ -245,10 +249,11 @@ def _planned(
         if decodes and LEAST_ROWS <= slot_count < next_power(LEAST_ROWS):
             slot_count = LEAST_ROWS - 1
     if not fits(slot_count, shortest):
+        fewer_bits = ', keys and values in FP8 (objective.cache=fp8, Sampler(cache="fp8"))' if takes_fp8 else ""
         raise ValueError(
             f"Sampler: {slot_count} slots of {shortest} tokens take {bytes_of(slot_count, shortest) / 1e9:.2f} GB, and "
             f"{room / (1 - _SPARED) / 1e9:.2f} GB of device memory are left beside the model: fewer slots, a shorter "
-            "length, or a model in fewer bits (load_in)"
+            f"length{fewer_bits}, or a model in fewer bits (load_in)"
         )
     while length is None and shortest < positions:
         longer = min(positions, 2 * shortest)

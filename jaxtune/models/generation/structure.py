@@ -82,6 +82,11 @@ def require_cached(model: Decoder, key: str, cache: str | None) -> None:
         raise ValueError(f"{key} = {cache!r}: no layer of the model has keys and values; leave it out")
 
 
+def takes_cache(model: Decoder, cache: str | None, exact: bool) -> bool:
+    """Whether keys and values could be stored in fewer bits than they are. cache, exact: as of Sampler."""
+    return cache is None and not exact and bool(_with_keys(model))
+
+
 def with_cache(model: Decoder, cache: str | None) -> Decoder:
     """The model with key/value caches in a format of CACHES; None: in its own dtype. ValueError for another name, or a
     model without such caches.

@@ -397,7 +397,7 @@ class ObjectiveConfig:
     ] = None
     importance_sampling_mode: Annotated[
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None,
-        "How that correction is bounded (sequence_mask).",
+        "How that correction is bounded (sequence_mask; with cache token_truncate).",
     ] = None
     importance_sampling_clip_max: Annotated[float | None, "The correction's upper bound (3)."] = None
     importance_sampling_clip_min: Annotated[float | None, "The correction's lower bound (none)."] = None

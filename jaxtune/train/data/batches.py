@@ -65,6 +65,22 @@ class Batch:
         )
 
 
+class Drawn(Protocol):
+    """How an objective's answers are drawn from the model, as of Sampler."""
+
+    @property
+    def max_completion_length(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def cache(self) -> str | None: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class SampledRows:
     """The size of sampling during a run, for which memory is planned."""
@@ -81,6 +97,11 @@ class SampledRows:
     """Whether states of prompts' beginnings are stored, in `prefix_room`."""
     cache: str | None = None
     """As of Sampler."""
+
+    @classmethod
+    def of(cls, drawn: Drawn, length: int, count: int | None, prefixes: bool = False) -> SampledRows:
+        """Rows of an objective's answers."""
+        return cls(length, count, drawn.slots, drawn.exact, prefixes, drawn.cache)
 
     def on(self, sharing: Sharing) -> int:
         """The most slots of each device."""

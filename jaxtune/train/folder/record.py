@@ -44,7 +44,7 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.rendering.templates import writes_today
 from jaxtune.train.folder.checkpoint import CheckpointError, saved_steps
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG, next_name
-from jaxtune.train.folder.translations import BESIDE, UNRECORDED, VERSION, older_digested, with_defaults
+from jaxtune.train.folder.translations import BESIDE, UNRECORDED, VERSION, digested, older_digested, with_defaults
 
 type Settings = Mapping[str, Any]  # a configuration as nested JSON values (config_to_dict)
 
@@ -88,8 +88,6 @@ _LENGTH = ("config.steps", "config.epochs")
 # Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
 # jaxtune.compat derives them from the number of all steps.
 LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
-# Keys that digests lack while they are None, so that those of older versions, which had no such keys, are found.
-NEWER = ("config.model.tower", "config.data.max_pixels", "config.data.patches_per_row", "config.objective.cache")
 # Keys of `same_run`.
 _IDENTIFYING = ("version", *_INCOMPATIBLE, *LENGTHENED, "code")
 # Digests of the user's code, by name. A change is said, and refused where the run is complete.
@@ -228,17 +226,24 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether a stored digest is this run's (`run`, from same_run), by this or an older version."""
-    run = {key: value for key, value in run.items() if _is_digested(key, value) and value != UNRECORDED}
-    return found in [form(values) for form in (digest, _sha256) for values in (run, older_digested(run))]
+    run = {key: value for key, value in run.items() if _is_digested(key) and value != UNRECORDED}
+    forms = [form for values in older_digested(run) for form in (_of_any_steps(values), values)]
+    return found in map(_sha256, forms)
 
 
 def digest(run: dict[str, Any]) -> str:
-    """SHA-256 of the values of same_run, without LENGTHENED keys, so that it stays when a run is made longer."""
-    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED and _is_digested(key, value)})
+    """SHA-256 of the values of same_run, without LENGTHENED keys, so that it stays when a run is made longer, and
+    without newer keys at their defaults (`digested`).
+    """
+    return _sha256(_of_any_steps({key: value for key, value in digested(run).items() if _is_digested(key)}))
 
 
-def _is_digested(key: str, value: object) -> bool:
-    return key != "version" and not key.startswith(_CODE) and not (key in NEWER and value is None)
+def _is_digested(key: str) -> bool:
+    return key != "version" and not key.startswith(_CODE)
+
+
+def _of_any_steps(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run.items() if key not in LENGTHENED}
 
 
 def _sha256(run: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxtune.models.qat.fake_quant import INPUT_SCALES
@@ -99,6 +99,77 @@ def _defaults() -> Flat:
     return defaults
 
 
-def older_digested(run: Flat) -> Flat:
-    """The values of same_run that the digests of older versions are of."""
-    return {key: value for key, value in run.items() if key not in _LATER}
+# Config keys that a run's digest had even at their defaults, by section ("": none): of the oldest version, then what
+# each newer one added. It is closed: a key outside is in the digest only with another value than its default.
+DIGESTED = (
+    {
+        "": "adapter epochs max_grad_norm precision qat router_aux_loss_coef router_z_loss_coef rows_per_step seed "
+        "steps",
+        "model": "from_config load_in",
+        "adapter": "alpha_pattern lora_alpha lora_dropout modules_to_save path r rank_pattern target_modules "
+        "target_parameters use_dora use_rslora",
+        "data": "eval_rows format instruction_part last_response_only length max_rows on_bad_row overflow packing "
+        "response_part template train_on",
+        "optim": "beta1 beta2 eps learning_rate momentum name weight_decay weights",
+        "schedule": "min_ratio name warmup_ratio warmup_steps",
+        "qat": "format group_size start",
+    },
+    {"data": "mask_spans"},
+    {"model": "compute"},
+    {"objective": "beta label_smoothing loss_type name simpo_gamma"},
+    {"objective": "desirable_weight precompute_ref_log_probs undesirable_weight"},
+    {"": "neftune_noise_alpha", "schedule": "cycles"},
+    {"objective": "center_rewards_coefficient"},
+    {"schedule": "zero_start"},
+    {
+        "objective": "delta entropy_coef epsilon epsilon_high importance_sampling_clip_max "
+        "importance_sampling_clip_min importance_sampling_correction importance_sampling_level "
+        "importance_sampling_mode mask_truncated_completions max_completion_length min_p multi_objective_aggregation "
+        "normalize_advantages num_generations num_iterations repetition_penalty reward_errors reward_funcs "
+        "reward_timeout reward_weights sapo_temperature_neg sapo_temperature_pos scale_rewards slots "
+        "steps_per_generation temperature top_entropy_quantile top_k top_p use_bias_correction_kl"
+    },
+    {"optim": "embedding_learning_rate"},
+    {"data": "columns"},
+    {"objective": "teacher teacher_load_in"},
+    {"objective": "on_policy sampling_temperature"},
+    {"objective": "environment_factory max_tool_calling_iterations rollout_func tool_timeout tools"},
+    {"objective": "teacher_logprobs teacher_top_k"},
+    {"qat": "gradients"},
+    {"data": "template_arguments"},
+    {"objective": "reward_isolation tool_isolation"},
+    {"objective": "reset_timeout"},
+    {"schedule": "decay decay_ratio decay_steps power stable_steps timescale warmup waves"},
+    {"model": "max_position_embeddings rope_scaling"},
+    {"objective": "json_schema regex"},
+    {"objective": "exact"},
+)
+
+
+def digested(run: Flat, version: int = 0) -> Flat:
+    """The values of same_run that a digest is of: of the versions of DIGESTED up to `version`, and others than their
+    defaults. This version's is the oldest's.
+    """
+    return {
+        key: value
+        for key, value in run.items()
+        if key not in _defaults() or key in _digested_at(version) or value != _defaults()[key]
+    }
+
+
+@functools.cache
+def _digested_at(version: int) -> frozenset[str]:
+    return frozenset(
+        ".".join(filter(None, ("config", name, key)))
+        for sections in DIGESTED[: version + 1]
+        for name, keys in sections.items()
+        for key in keys.split()
+    )
+
+
+def older_digested(run: Flat) -> Iterator[Flat]:
+    """All values of same_run that a digest of this or an older version may be of."""
+    for version in range(len(DIGESTED)):
+        values = digested(run, version)
+        yield values
+        yield {key: value for key, value in values.items() if key not in _LATER}

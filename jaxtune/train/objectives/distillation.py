@@ -79,6 +79,11 @@ class Drawing:
     temperature: float | None = None
     """None: that of the loss."""
 
+    @property
+    def exact(self) -> bool:
+        """As of Sampler; the loss compares no log-probabilities with the sampler's."""
+        return False
+
     def __post_init__(self) -> None:
         for name in ("max_completion_length", "slots"):
             if getattr(self, name) < 1:
@@ -151,6 +156,10 @@ class Distill(SFT):
     def offline(self) -> bool:
         """Whether the teacher's log-probabilities are there before the first step."""
         return self.teacher_top_k is not None or self.teacher_logprobs is not None
+
+    @property
+    def drawn(self) -> Drawing | None:
+        return self.drawing if self.samples else None
 
     @property
     def without_pictures(self) -> tuple[str, str] | None:

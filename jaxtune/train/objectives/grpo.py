@@ -174,6 +174,13 @@ def _as_advantages(values: np.ndarray) -> np.ndarray:
 # ---- losses, on the device
 
 
+def default_correction(cache: str | None) -> Correction:
+    """The mode where none is set. Of keys and values in few bits the product over an answer falls with its length, and
+    the loss with it. cache: as of Sampler.
+    """
+    return "sequence_mask" if cache is None else "token_truncate"
+
+
 def importance_ratio(
     logps: jax.Array,
     sampled_logps: jax.Array,
@@ -406,16 +413,20 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
     """(Sum of losses, answers, {metric: sum}), float32 scalars that may be added up.
 
     An answer is one action: -min(ratio * advantage, clip(ratio, 1 - epsilon, 1 + epsilon_high) * advantage), times
-    answers.ratio, with the ratio of its tokens' product. No KL term: `rloo_advantages` subtracts it.
+    answers.ratio, with the ratio of its tokens' product. Where answers.ratio has one for each token, these weigh the
+    gradients of the tokens' log-probabilities. No KL term: `rloo_advantages` subtracts it.
     """
-    mask = answers.mask.astype(jnp.float32)
-    old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
-    ratio = jnp.exp(((answers.logps - old) * mask).sum(-1, keepdims=True))
+    mask, logps = answers.mask.astype(jnp.float32), answers.logps
+    old = jax.lax.stop_gradient(logps) if answers.old_logps is None else answers.old_logps
+    weights = answers.ratio
+    if weights is not None and weights.shape == mask.shape:
+        logps, weights = logps + (weights - 1.0) * (logps - jax.lax.stop_gradient(logps)), None
+    ratio = jnp.exp(((logps - old) * mask).sum(-1, keepdims=True))
     losses, clipped = _policy_losses(
         answers.logps, ratio, answers.advantages[:, None], dataclasses.replace(options, loss_type="grpo", delta=None)
     )
-    if answers.ratio is not None:
-        losses = losses * answers.ratio
+    if weights is not None:
+        losses = losses * weights
     is_present = answers.counted[:, None]
     sums = {"tokens": mask.sum(), "ratios": is_present.sum(), "entropy": (answers.entropies * mask).sum()}
     sums |= {name: (value * is_present).sum() for name, value in clipped.items()}

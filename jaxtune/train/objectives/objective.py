@@ -12,7 +12,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.heads import Head
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig
 from jaxtune.train.config.checks import require
-from jaxtune.train.data.batches import Batch, BatchSource
+from jaxtune.train.data.batches import Batch, BatchSource, Drawn
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.sampling import Settings
@@ -93,6 +93,11 @@ class Declared(Protocol):
         rows.
         """
         return None
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """How answers are drawn from the model while it trains; None: none are."""
+        return self.packed
 
     @property
     def reference_runs(self) -> int:

@@ -92,8 +92,10 @@ class GRPO(Declared):
     importance_sampling_correction: bool = True
     """Correct for the difference between sampler's and trainer's probabilities."""
 
-    importance_sampling_mode: Correction = "sequence_mask"
-    """A ratio a token or an answer; "..._truncate" clips to the bounds, "..._mask" sets 0 beyond."""
+    importance_sampling_mode: Correction | None = None
+    """A ratio a token or an answer; "..._truncate" clips to the bounds, "..._mask" sets 0 beyond. None becomes
+    "token_truncate" with settings.cache, else "sequence_mask".
+    """
     importance_sampling_clip_max: float | None = 3.0
     """None: no bound."""
     importance_sampling_clip_min: float | None = None
@@ -105,6 +107,7 @@ class GRPO(Declared):
     reads_pictures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "importance_sampling_mode", self.correction)
         if self.importance_sampling_mode not in get_args(Correction):
             raise ValueError(
                 f"importance_sampling_mode = {self.importance_sampling_mode!r}: must be one of "
@@ -136,6 +139,11 @@ class GRPO(Declared):
     def corrects(self) -> bool:
         """Whether a ratio corrects for the sampler's log-probabilities, which may differ from the trainer's."""
         return self.importance_sampling_correction and not self.settings.exact
+
+    @property
+    def correction(self) -> Correction:
+        """The mode of that ratio."""
+        return self.importance_sampling_mode or grpo.default_correction(self.settings.cache)
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -324,7 +332,7 @@ class GRPO(Declared):
             logps,
             sampled,
             mask,
-            mode=self.importance_sampling_mode,
+            mode=self.correction,
             clip_max=self.importance_sampling_clip_max,
             clip_min=self.importance_sampling_clip_min,
         )

@@ -18,6 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
 from jaxtune.models.files.quant import parameters
 from jaxtune.models.generation.slot_plan import PREFILL_TOKENS, SlotPlan, fewer_slots
+from jaxtune.models.generation.structure import takes_cache
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.models.programs.compiling import out_of_memory
@@ -140,6 +141,7 @@ def phases_of(
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
     rows_before: Column | None = None,
+    exact: bool = False,
 ) -> list[Phase]:
     """The phases of a run in their order, without a teacher's pass.
 
@@ -150,6 +152,7 @@ def phases_of(
     sampled: how held-out questions are answered at the end; None: none are.
     slots: {phase: memory plan of the rows in which it samples between steps}.
     rows_before: a column of the rows that is computed before step 0.
+    exact: whether answers are sampled so, as of Sampler.
     """
     plan, weights = forecast.plan, costs.frozen_bytes
     trained, states = costs.trained_bytes, costs.fixed[STATES]
@@ -178,7 +181,10 @@ def phases_of(
         phases.append(Phase("evaluate", between + costs.held_out_bytes + evaluation, 0.0, less_rows))
     for name, slot_plan in slots.items():
         sampler = slot_plan.bytes + slot_plan.converted_bytes + slot_plan.prefix_bytes
-        phases.append(Phase(name, between + sampler + prefill_bytes(costs, device), 0.0, _SHORTER[name]))
+        shorter = _SHORTER[name]
+        if name == "answers" and takes_cache(model, slot_plan.cache, exact):
+            shorter += ", or objective.cache=fp8"
+        phases.append(Phase(name, between + sampler + prefill_bytes(costs, device), 0.0, shorter))
     if checkpoint.saves:
         # What the step pinned stays pinned while a copy of the state is written.
         phases.append(Phase("save", between, pinned + saved, _LESS_SAVED))

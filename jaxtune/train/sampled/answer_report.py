@@ -8,13 +8,14 @@ import numpy as np
 
 from jaxtune.train.data.batches import Rollout
 from jaxtune.train.data.packing.answers import Answer
-from jaxtune.train.objectives.grpo import equal_rewards, total_rewards
+from jaxtune.train.objectives.grpo import Correction, equal_rewards, total_rewards
 from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled, Turns
 
 _SHOWN = 160  # characters of a prompt or an answer on the screen
 _RATIO, _DIFFERENCE = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
 _LEFT_OUT = 0.5  # the share of answers without a part in the loss above which it warns
+_WEIGHS_LITTLE = 0.5  # the mean ratio of answers below which it warns
 _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equal rewards, above which it warns
 
 
@@ -128,6 +129,22 @@ def masked_lines(line: Mapping[str, float]) -> list[str]:
             "objective.importance_sampling_mode: token_truncate, or wider importance_sampling_clip_max and clip_min"
         )
     return lines
+
+
+def weight_lines(line: Mapping[str, float], correction: Correction | None, cache: str | None) -> list[str]:
+    """A warning if ratios of whole answers weigh the loss with less than one half, unless most are 0 (`masked_lines`).
+
+    line: a step's metrics. correction: how the loss corrects; None: not. cache: as of Sampler.
+    """
+    mean, zero = line.get(f"{_RATIO}/mean", 1.0), line.get(f"{_RATIO}/zero", 0.0)
+    if correction is None or not correction.startswith("sequence") or mean >= _WEIGHS_LITTLE or zero > _LEFT_OUT:
+        return []
+    without = "leave objective.cache out" if cache is not None else "set objective.exact"
+    return [
+        f"warning: objective.importance_sampling_mode = {correction} weighs the loss with {mean:.2g} on average "
+        f"({_RATIO}/mean), as the rounding of all tokens of an answer multiplies: set "
+        f"objective.importance_sampling_mode: token_truncate, or {without}"
+    ]
 
 
 def mismatch_lines(line: Mapping[str, float], settings: Settings) -> list[str]:

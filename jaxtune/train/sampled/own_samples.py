@@ -92,9 +92,7 @@ class OwnSamples(BatchSource):
         full = length // document
         self.rows_per_step = math.ceil(documents / full / rows_multiple) * rows_multiple
         self._fill = [] if chosen_length else fill_warning(document, documents, self.rows_per_step, length)
-        self.sampled_rows = SampledRows(
-            longest + most, documents, objective.drawing.slots, cache=objective.drawing.cache
-        )
+        self.sampled_rows = SampledRows.of(objective.drawing, longest + most, documents)
         self._plan: SlotPlan | None = None
         self._rows = AnswerRows(self.rows_per_step, length, min(documents, _PLACES * full))
         self._decode, self._ends = decode, sorted(ends)

@@ -176,6 +176,7 @@ def sampled_answers(
         seed=steps.seed,
         rows_multiple=multiple,
         score=functools.partial(log_probs_of, settings.temperature, exact=settings.exact) if objective.reuses else None,
+        correction=objective.correction if objective.corrects else None,
         reference=reference,
         penalises=objective.penalises,
         own_reference=user_functions.reference is not None,

@@ -37,8 +37,16 @@ from jaxtune.train.data.packing.answers import (
 )
 from jaxtune.train.data.tokens.pictures import prompt_documents
 from jaxtune.train.digests import values_crc32
+from jaxtune.train.objectives.grpo import Correction
 from jaxtune.train.objectives.sampling import Settings
-from jaxtune.train.sampled.answer_report import masked_lines, measured, mismatch_lines, recorded, screen_lines
+from jaxtune.train.sampled.answer_report import (
+    masked_lines,
+    measured,
+    mismatch_lines,
+    recorded,
+    screen_lines,
+    weight_lines,
+)
 from jaxtune.train.sampled.answering import Answering, OneTurn, Prompt
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled, rewarded
 
@@ -73,6 +81,7 @@ class SampledAnswers(BatchSource):
       rows_multiple: packed rows of a step are a multiple of it.
       chosen_length: whether `packed_shape` and not the user chose `length`.
       score: log-probabilities under the model that sampled; then batches have OLD_LOGPS.
+      correction: how the loss corrects for the sampler's probabilities, for warnings; None: not.
       reference: those under its frozen reference; then batches have REFERENCE_LOGPS, unless `penalises`.
       penalises: `advantages` gets divergences from the reference, to subtract from rewards; else the loss uses them.
       own_reference: whether the reference is not the model with its adapter off.
@@ -99,6 +108,7 @@ class SampledAnswers(BatchSource):
         seed: int,
         rows_multiple: int = 1,
         score: Score | None = None,
+        correction: Correction | None = None,
         reference: Score | None = None,
         penalises: bool = False,
         own_reference: bool = False,
@@ -121,6 +131,7 @@ class SampledAnswers(BatchSource):
         self.prompts, self.rewards, self.settings, self.advantages = prompts, rewards, settings, advantages
         self.answers_per_step, self.seed = answers_per_step, seed
         self._length, self.answering, self._score = length, answering, score
+        self._correction: Correction | None = correction
         self._reference, self._penalises, self.own_reference = reference, penalises, own_reference
         full, pictures = length // (longest + settings.max_completion_length), None
         if processor is not None and (patches_per_row is not None or any(prompt.pictures for prompt in prompts)):
@@ -144,13 +155,11 @@ class SampledAnswers(BatchSource):
             if chosen_length or answering.changes_prompts
             else fill_warning(longest + settings.max_completion_length, answers_per_step, self.rows_per_step, length)
         )
-        self.sampled_rows = SampledRows(
+        self.sampled_rows = SampledRows.of(
+            settings,
             length if answering.changes_prompts else longest + settings.max_completion_length,
             answers_per_step * settings.steps_per_generation if answering.one_row_a_prompt else None,
-            settings.slots,
-            settings.exact,
             answering.repeats_beginnings,
-            settings.cache,
         )
         self._generation: tuple[int, list[Answer]] | None = None
         self._made: tuple[int, Batch] | None = None
@@ -312,8 +321,14 @@ class SampledAnswers(BatchSource):
         return rows
 
     def remarks(self, step: int, line: Mapping[str, float]) -> list[str]:
-        """Warns that most answers are out of the loss, or that `exact` does not hold; each at most every ten steps."""
-        warnings = {"masked": masked_lines(line), "mismatch": mismatch_lines(line, self.settings)}
+        """Warns that most answers are out of the loss or weigh little, or that `exact` does not hold; each at most
+        every ten steps.
+        """
+        warnings = {
+            "masked": masked_lines(line),
+            "weights": weight_lines(line, self._correction, self.settings.cache),
+            "mismatch": mismatch_lines(line, self.settings),
+        }
         last = {name: self._warned.get(name, -_PRINT_EVERY) for name in warnings}
         due = [name for name, texts in warnings.items() if texts and step - last[name] >= _PRINT_EVERY]
         self._warned |= dict.fromkeys(due, step)
