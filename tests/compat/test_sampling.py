@@ -28,6 +28,7 @@ from jaxtune.models.generation import generate
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.lora import linears
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.sampled import answering
 from tests.test_compat import folder, load  # noqa: F401
 
@@ -151,6 +152,11 @@ def test_float8_kv_cache_is_vllms_and_stays_with_a_model(folder, tmp_path, capsy
 
 @pytest.mark.parametrize("told", [{}, {"vllm_importance_sampling_mode": "sequence_mask"}, None])
 def test_the_mode_of_a_script_is_followed_else_the_caches(told, folder, tmp_path):  # noqa: F811
+    def mode_of(trainer) -> str | None:
+        objective = objective_of(trainer.config().objective)
+        assert isinstance(objective, GRPO)
+        return objective.importance_sampling_mode
+
     run = dict(num_generations=4, max_completion_length=8, output_dir=str(tmp_path / "run"))
     for cache in (False, True):
         model, _ = load(folder, fast_inference=True, float8_kv_cache=cache)
@@ -158,11 +164,10 @@ def test_the_mode_of_a_script_is_followed_else_the_caches(told, folder, tmp_path
         if told is None:
             args.vllm_importance_sampling_mode = "sequence_truncate"  # set later
         trainer = GRPOTrainer(model, [lambda completions, **_: [1.0]], args, [{"prompt": PROMPT}] * 4)
-        mode = objective_of(trainer.config().objective).importance_sampling_mode  # type: ignore[attr-defined]
         others = "sequence_truncate" if told is None else "sequence_mask"
-        assert mode == ("token_truncate" if cache and told == {} else others)
+        assert mode_of(trainer) == ("token_truncate" if cache and told == {} else others)
     rloo = RLOOTrainer(model, [lambda completions, **_: [1.0]], RLOOConfig(**run), [{"prompt": PROMPT}] * 4)
-    assert objective_of(rloo.config().objective).importance_sampling_mode == "token_truncate"  # type: ignore[attr-defined]
+    assert mode_of(rloo) == "token_truncate"
 
 
 @pytest.mark.full

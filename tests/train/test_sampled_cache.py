@@ -152,8 +152,9 @@ def test_long_answers_keep_their_weight_in_the_loss(kind, tokens, spread, seed):
 
 def test_the_mode_is_the_recipes_else_the_caches():
     def mode(**options) -> str | None:
-        section = ObjectiveConfig(reward_funcs=("exact_match",), **options)
-        return objective_of(section).importance_sampling_mode  # type: ignore[attr-defined]
+        objective = objective_of(ObjectiveConfig(reward_funcs=("exact_match",), **options))
+        assert isinstance(objective, GRPO)
+        return objective.importance_sampling_mode
 
     for name in ("grpo", "rloo"):
         assert mode(name=name) == "sequence_mask" and mode(name=name, cache="fp8") == "token_truncate"
