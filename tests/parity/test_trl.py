@@ -117,10 +117,11 @@ def test_single_answers(tmp_path):
     options = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
     rows = [
         {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
-        for row in some_pairs(CONFIGS["qwen2"]["vocab_size"])
+        for row in reversed(some_pairs(CONFIGS["qwen2"]["vocab_size"]))
         for side in ("chosen", "rejected")
     ][:5]
-    strangers = [{"KL_completion": rows[index - 1]["completion"]} for index in range(len(rows))]
+    # Of the nearest row before with another prompt; TRL takes the row before, whatever its prompt.
+    strangers = [{"KL_completion": rows[index]["completion"]} for index in (4, 4, 1, 1, 3)]
     sides = [
         (row["prompt"], row["completion"] if row["label"] == side else []) for row in rows for side in (True, False)
     ]
