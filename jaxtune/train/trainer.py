@@ -368,8 +368,7 @@ class Trainer:
             pinned = self.planner.residual_host_bytes * len(self.engine.mesh.local_devices)
             meanwhile = self._make_state if resumed is None else lambda: None
             with progress.compiling(), pinned_pool.growing(pinned):
-                shapes = functools.partial(self.model.first_shapes, self.engine)
-                programs = self.engine.fit(shapes, start, progress.print, meanwhile)
+                programs = self.engine.fit(self._first_shapes, start, progress.print, meanwhile)
             line["compile_seconds"] = monitor.uncounted_seconds()
             if self.model.is_loading:
                 progress.print("waiting for the weights")
@@ -384,6 +383,10 @@ class Trainer:
         for note in [*self.notes(), *self.memory_notes(), *self.disk_notes()]:
             progress.print(note)
         return programs, state, sums, frozen
+
+    def _first_shapes(self) -> tuple[TrainState, Sums, Any]:
+        self.model.drop_state()
+        return self.model.first_shapes(self.engine)
 
     def _make_state(self) -> None:
         with phase("load", _LESS_LOADED):

@@ -163,6 +163,43 @@ def test_a_state_made_early_is_the_first_state_and_only_a_small_one_is(most_byte
     assert_same(*states)
 
 
+def test_no_state_made_early_outlives_its_plan(tmp_path, monkeypatch):
+    """The next plan compiles without it, and may have optimizer states on the host."""
+    trainer, there = Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(12))), []
+    tried, model = trainer.engine._compiled_and_need, trainer.model
+
+    def fails_once(*arguments):
+        there.append(model._early_state is not None)
+        done = tried(*arguments)
+        there.append(model._early_state is not None)
+        return done if len(there) > 2 else (None, None)
+
+    monkeypatch.setattr(trainer.engine, "_compiled_and_need", fails_once)
+    monkeypatch.setattr(trainer.planner, "replan", lambda *arguments, **more: None)
+    trainer.train()
+    assert there == [False, True, False, True] and model._early_state is None
+
+
+@pytest.mark.parametrize("text", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: something else"])
+def test_a_state_that_finds_no_memory_beside_compiling_is_made_after_it(text, tmp_path, monkeypatch):
+    made, calls = TrainedModel._made_state, []
+
+    def fails_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise jax.errors.JaxRuntimeError(text)
+        return made(*arguments)
+
+    monkeypatch.setattr(TrainedModel, "_made_state", fails_once)
+    trainer = Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(12)))
+    if "memory" in text:
+        trainer.train()
+        assert len(calls) == 2
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+            trainer.train()
+
+
 def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
     trainer = Trainer(lora_model(), None, make_config(tmp_path), dataset(documents(12)))
     real = jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), trainer.model.first_state(trainer.engine))

@@ -35,6 +35,7 @@ from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.planning.phases import phases_of, prefill_bytes
 from jaxtune.train.sampled import answering, own_samples, rollout_function
+from jaxtune.train.sampled.answer_report import weight_lines
 from jaxtune.train.spec.setup import slots_between
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -161,6 +162,13 @@ def test_the_mode_is_the_recipes_else_the_caches():
         for told in get_args(Correction):
             assert mode(name=name, cache="fp8", importance_sampling_mode=told) == told
             assert mode(name=name, importance_sampling_mode=told) == told
+
+
+@given(st.sampled_from(get_args(Correction)), st.floats(0.0, 2.0), st.floats(0.0, 3.0), st.floats(0.0, 1.0))
+def test_little_weight_is_said_of_answers_that_count(correction, mean, largest, zero):
+    names = (f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "max", "zero"))
+    said = weight_lines(dict(zip(names, (mean, largest, zero), strict=True)), correction, None)
+    assert bool(said) == (correction.startswith("sequence") and mean < 0.5 and largest > 0 and zero <= 0.5)
 
 
 def test_a_run_whose_answers_weigh_little_says_so_once(tmp_path, capsys, monkeypatch):

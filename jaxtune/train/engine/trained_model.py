@@ -190,9 +190,18 @@ class TrainedModel:
         """
         if self._early_state is not None or self.is_loading or engine.mesh.size > 1 or engine.program.offload:
             return
-        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state_shapes(engine))) <= _EARLY_BYTES:
-            self.take_weights()
+        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state_shapes(engine))) > _EARLY_BYTES:
+            return
+        self.take_weights()
+        try:
             self._early_state = self._made_state(engine)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):  # `begin` has the memory that compiling takes now
+                raise
+
+    def drop_state(self) -> None:
+        """Of `make_state`: another plan may have it elsewhere, and compiles without it in memory."""
+        self._early_state = None
 
     def _made_state(self, engine: Engine) -> TrainState:
         program, where = engine.program, engine.replicated

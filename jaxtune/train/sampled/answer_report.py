@@ -136,8 +136,11 @@ def weight_lines(line: Mapping[str, float], correction: Correction | None, cache
 
     line: a step's metrics. correction: how the loss corrects; None: not. cache: as of Sampler.
     """
-    mean, zero = line.get(f"{_RATIO}/mean", 1.0), line.get(f"{_RATIO}/zero", 0.0)
-    if correction is None or not correction.startswith("sequence") or mean >= _WEIGHS_LITTLE or zero > _LEFT_OUT:
+    usual = {"mean": 1.0, "max": 1.0, "zero": 0.0}
+    mean, largest, zero = (line.get(f"{_RATIO}/{name}", value) for name, value in usual.items())
+    if correction is None or not correction.startswith("sequence") or mean >= _WEIGHS_LITTLE:
+        return []
+    if largest == 0 or zero > _LEFT_OUT:  # no answer has a part in the loss, or most have none
         return []
     without = "leave objective.cache out" if cache is not None else "set objective.exact"
     return [
