@@ -3,6 +3,7 @@ does not round to bfloat16 as a GPU does."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -227,6 +228,46 @@ def test_products_of_an_odd_number_of_64_columns(columns, sizes, rows, rank):
     assert dispatch.record["products"][0] == ("triton" if few else "reference")
     near(parts.astype(jnp.float32).sum(0), reference.products(wide(x), wide(weights), wide(loras))[0])
     near(gated, reference.gated_product(wide(x), *[wide(weights[0])] * 2, "silu", wide([loras[0]] * 2 if rank else [])))
+
+
+@given(
+    count=st.sampled_from([2, 3, 4]),
+    part=st.sampled_from([64, 128, 192, 256, 384]),
+    rows=st.integers(1, 70),
+    rank=st.sampled_from([0, 8]),
+)
+@example(count=2, part=192, rows=5, rank=8)
+@settings(max_examples=4, deadline=None)
+def test_products_of_columns_in_parts_have_the_bits_of_whole_ones(count, part, rows, rank):
+    x, weight = normal(rows, count * part), normal(64, count * part, seed=1, scale=0.05)
+    parts = jnp.moveaxis(x.reshape(rows, count, part), 1, 0)
+    loras = [adapter(64, count * part, rank, 2.0, 3)] if rank else []
+    np.testing.assert_array_equal(reference.joined(parts), x)
+    with interpreted(HOPPER):
+        np.testing.assert_array_equal(products(parts, [weight], loras), products(x, [weight], loras))
+        whole_steps = count * part % 128 == 0 or count * part >= 512
+        assert dispatch.record["products"][0] == ("triton" if whole_steps else "reference")
+    np.testing.assert_array_equal(products(parts, [weight], loras), products(x, [weight], loras))
+
+
+@given(
+    count=st.integers(2, 5),
+    part=st.integers(1, 90),
+    rows=st.integers(1, 9),
+    splits=st.sampled_from([1, 3]),
+)
+@settings(max_examples=8, deadline=None)
+def test_a_sum_in_parts_of_columns_has_the_bits_of_a_whole_one(count, part, rows, splits):
+    size = count * part
+    x, weight, sums = normal(rows, size), normal(size, seed=2), normal(splits, rows, size, seed=1, dtype=jnp.float32)
+    parts = jnp.moveaxis(sums.reshape(splits, rows, count, part), 2, 1)
+    for context in (interpreted(), contextlib.nullcontext()):
+        with context:
+            got, want = added_norm(x, parts, weight, eps=1e-5), added_norm(x, sums, weight, eps=1e-5)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match=r"partial_sums is .* its shape must be \[splits, parts, N, part\] with"):
+        added_norm(x, normal(splits, count, rows, part + 1), weight, eps=1e-5)
 
 
 @pytest.mark.parametrize(("columns", "supported"), [(448, False), (512, True), (576, True), (608, False), (256, True)])

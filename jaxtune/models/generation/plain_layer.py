@@ -34,6 +34,7 @@ from jaxtune.pallas.decode.few_rows import (
     experts_gated,
     experts_have_kernels,
     gated_product,
+    joined,
     products,
 )
 from jaxtune.pallas.formats import Stored
@@ -125,7 +126,7 @@ def step(
       context: its layout has the rotary tables of `positions`.
       next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
-      tap: called with the result of each operation, in their order.
+      tap: called with the result of each operation, in their order; not with sums in parts of devices.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)
@@ -143,12 +144,15 @@ def step(
     if wide:
         partial_sums = _columns_of_all(gathers.rows_of_all(out), attention.o_proj)
     else:
-        partial_sums = _parts(out, [attention.o_proj])
-    stream = _normed(stream.x, tap("output", partial_sums), norm.weight[...], options, _gate_and_up(mlp))
+        partial_sums = tap("output", _parts(out, [attention.o_proj]))
+    stream = _normed(stream.x, partial_sums, norm.weight[...], options, _gate_and_up(mlp))
     stream = Stream(tap("stream", stream.x), tap("norm", stream.normed), stream.coded)
-    partial_sums = _of_all_rows(mlp, stream.normed) if wide else _feed_forward(mlp, stream, context, tap)
+    if wide:
+        partial_sums = _of_all_rows(mlp, stream.normed)
+    else:
+        partial_sums = tap("down", _feed_forward(mlp, stream, context, tap))
     # The next layer's linears are expected to be as this one's.
-    stream = _normed(stream.x, tap("down", partial_sums), next_weight, options, linears)
+    stream = _normed(stream.x, partial_sums, next_weight, options, linears)
     return stream, {"mixer": (keys, values)}
 
 
@@ -235,7 +239,9 @@ def _of_divided(mlp: MLP, x: jax.Array) -> jax.Array:
 
 
 def _of_all_rows(mlp: MLP, rows: jax.Array) -> jax.Array:
-    """The feed-forward [1, R, hidden] of the normed rows of all devices, each of which has a part of the weights."""
+    """The feed-forward of the normed rows of all devices, each of which has a part of the weights, as
+    `_columns_of_all`.
+    """
     activation, linears = mlp.config.activation, [part_of(mlp.gate_proj), part_of(mlp.up_proj)]
     gated = None
     if all(_is_plain(linear, rows.dtype) for linear in linears):
@@ -247,12 +253,19 @@ def _of_all_rows(mlp: MLP, rows: jax.Array) -> jax.Array:
     if gated is None:
         gate, up = apply_fused(rows[:, None], tuple(linears))
         gated = (ACTIVATIONS[activation](gate) * up)[:, 0]
-    return _columns_of_all(gathers.columns_of_all(gated), mlp.down_proj)
+    return _columns_of_all(gathers.parts_of_all(gated), mlp.down_proj)
 
 
 def _columns_of_all(rows: jax.Array, linear: Linear) -> jax.Array:
-    """The product [1, R, out] of the rows of all devices, each of which has a part of the weight."""
-    return gathers.columns_of_all(_added(_parts(rows, [part_of(linear)]), rows.dtype))[None]
+    """The product [1, devices, R, out / devices] of the rows of all devices, each of which has a part of the weight, in
+    parts of its columns.
+
+    rows: [R, in], or [devices, R, in / devices].
+    """
+    part = part_of(linear)
+    if rows.ndim > 2 and not _is_plain(part, rows.dtype):
+        rows = joined(rows)
+    return gathers.parts_of_all(_added(_parts(rows, [part]), rows.dtype))[None]
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context, tap: Tap) -> jax.Array | None:

@@ -140,9 +140,9 @@ def own_rows(parts: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(parts, TENSORS, 0, parts.ndim - 1, tiled=True)
 
 
-def columns_of_all(parts: jax.Array) -> jax.Array:
-    """All columns, along the last axis, from the part that each device has."""
-    return jax.lax.all_gather(parts, TENSORS, axis=parts.ndim - 1, tiled=True)
+def parts_of_all(part: jax.Array) -> jax.Array:
+    """The parts of all devices, [devices, ...]."""
+    return jax.lax.all_gather(part, TENSORS)
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:

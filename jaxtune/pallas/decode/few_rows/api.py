@@ -60,8 +60,9 @@ def products(
     Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum, rounded to x's
     dtype, is the weights' products side by side.
 
-      x: [N, in]; "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at most 25
-        million numbers.
+      x: [N, in], or [parts, N, in / parts]: the columns in parts, as devices gather them; joined first if they are no
+        multiple of 128. "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at
+        most 25 million numbers.
       weights: [out_i, in] each, in x's dtype.
       loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T, or by its gate; "triton"
         supports ranks up to 64. Arrays in another dtype are cast in each call. ValueError for DoRA.
@@ -69,18 +70,24 @@ def products(
         "reference" (jnp; one split if requested), or None: the first that supports the call.
     """
     check = Arguments("products")
-    check.array("x", x, "N in", FLOATS)
+    in_parts = getattr(x, "ndim", 2) == 3
+    check.array("x", x, "parts N part" if in_parts else "N in", FLOATS)
+    if in_parts and not triton.reads_parts(x):
+        x, in_parts = reference.joined(x), False
+    whole = triton.joined_shape(x)
+    check.sizes["in"] = whole.shape[1], " (as x has)"
     for index, weight in enumerate(weights):
         check.array(f"weights[{index}]", weight, f"out_{index} in", x.dtype)
     _check_adapters(check, loras, [f"out_{index}" for index in range(len(weights))])
 
-    tile = triton.product_tile(x, weights, loras)
+    tile = triton.product_tile(whole, weights, loras)
 
     def compare():
-        rows, columns = few_sizes.padded(len(x)), 2048 + x.shape[1] % 128
+        rows, columns = few_sizes.padded(len(whole)), 2048 + whole.shape[1] % 128
         sizes = tile.rows, 2 * tile.rows, tile.rows
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
-        operands = normal_array(0, rows, columns, dtype=x.dtype), weights
+        x_shape = (2, rows, columns // 2) if in_parts else (rows, columns)
+        operands = normal_array(0, *x_shape, dtype=x.dtype), weights
         operands = (
             *operands,
             few_thin.small_adapters([*loras, None, None][:3] if loras else [], rows, sizes, columns, x.dtype),
@@ -89,7 +96,7 @@ def products(
         return [kernel(*operands).sum(0)], [dispatch.exactly(reference.products)(*in_float32(operands))[0]]
 
     def first_use():
-        call = f"{x.dtype}, {few_sizes.padded(len(x))} rows{few_thin.text(loras)}, {tile}"
+        call = f"{x.dtype}, {few_sizes.padded(len(whole))} rows{few_thin.text(loras)}, {tile}{', in parts' * in_parts}"
         return dispatch.first_use("products", "triton", call, compare)
 
     most = triton.most_rows(weights, loras)
@@ -97,10 +104,10 @@ def products(
     def refusal():
         return triton.products_refusal(x, weights, loras, most)
 
-    implementation_name = _chosen_product("products", x, most, refusal, first_use, implementation)
+    implementation_name = _chosen_product("products", whole, most, refusal, first_use, implementation)
     if implementation_name == "triton":
         return triton.products(x, weights, loras)
-    return reference.products(x, weights, loras, 1 if implementation else triton.splits_of_many(x, weights, loras))
+    return reference.products(x, weights, loras, 1 if implementation else triton.splits_of_many(whole, weights, loras))
 
 
 def gated_product(
@@ -192,7 +199,7 @@ def added_norm(
 
     x: [N, hidden], the residual stream. weight: float[hidden]. eps: added to the mean square.
     partial_sums: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype
-    first.
+    first. Or [splits, parts, N, hidden / parts], their columns in parts, as devices gather them.
     offset: added to the weight, such as 1 for Gemma; ignored unless float32.
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
     implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
@@ -222,7 +229,10 @@ def added_norm_coded(
 def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: str | None, **options):
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
-    check.array("partial_sums", partial_sums, "splits N hidden", FLOATS)
+    in_parts = getattr(partial_sums, "ndim", 3) == 4
+    if in_parts:  # so many columns of a part as fill x
+        check.sizes["part"] = x.shape[1] // partial_sums.shape[1], " (hidden / parts)"
+    check.array("partial_sums", partial_sums, "splits parts N part" if in_parts else "splits N hidden", FLOATS)
     check.array("weight", weight, "hidden", FLOATS)
     if blocks is not None:
         coded_types(len(x), x.shape[1], blocks)
@@ -232,7 +242,7 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
         size = 768 if warps == one_order.triton.norm_warps(768) else 2176
         operands = (
             normal_array(0, 5, size, dtype=x.dtype),
-            normal_array(1, 3, 5, size, dtype=partial_sums.dtype),
+            normal_array(1, *((3, 2, 5, size // 2) if in_parts else (3, 5, size)), dtype=partial_sums.dtype),
             normal_array(2, size, dtype=x.dtype),
         )
         added, normed, *coded = jax.jit(triton.added_norm, static_argnums=3, static_argnames=[*options])(
@@ -245,7 +255,7 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
 
     def first_use():
         rounds = "" if blocks is None else ", in blocks" if blocks else ", in rows"
-        call = f"{x.dtype}, sums in {partial_sums.dtype}, {options}{rounds}, {warps} warps"
+        call = f"{x.dtype}, sums in {partial_sums.dtype}{', in parts' * in_parts}, {options}{rounds}, {warps} warps"
         return dispatch.first_use("added_norm", "triton", call, compare)
 
     def refusal():

@@ -27,8 +27,15 @@ def each_product(x, weights, loras):
     return [_product(x, weight) for weight in weights]
 
 
+def joined(parts):
+    """[..., N, columns] of [..., parts, N, columns / parts]."""
+    *others, count, rows, part = parts.shape
+    return jnp.swapaxes(parts, -3, -2).reshape(*others, rows, count * part)
+
+
 def products(x, weights, loras=(), splits: int = 1):
     """[1, N, sum of out_i] in x's dtype; with `splits`, for one weight without an adapter, float32[splits, N, out]."""
+    x = x if x.ndim == 2 else joined(x)
     if splits == 1:
         return jnp.concatenate(each_product(x, weights, loras), axis=-1)[None]
     (weight,) = weights
@@ -87,7 +94,8 @@ def _sum(partial_sums, dtype):
 
 def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
     """As api.added_norm, or with `blocks` as api.added_norm_coded."""
-    added = x + _sum(partial_sums, x.dtype)
+    sums = _sum(partial_sums, x.dtype)
+    added = x + (sums if sums.ndim == 2 else joined(sums))
     out = normed(added, weight, eps, offset, float32)
     return (added, out) if blocks is None else (added, out, Coded.of(out, blocks))
 

@@ -8,6 +8,7 @@ partial sums adds them in order, and a row's bits depend on no other row.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -65,6 +66,17 @@ _SHALLOW = Tile(64, 64, 4, 6)
 _ODD_COLUMNS = 512
 
 
+def joined_shape(x) -> jax.ShapeDtypeStruct:
+    """Of x [N, in], or of [parts, N, in / parts], its columns in parts: of the whole, [N, in]."""
+    *parts, count, part = x.shape
+    return jax.ShapeDtypeStruct((count, math.prod(parts) * part), x.dtype)
+
+
+def reads_parts(x) -> bool:
+    """Whether a step of a product reads columns of one part of x alone, whatever the tile."""
+    return x.shape[-1] % _PLAIN.depth == 0
+
+
 def most_rows(weights: Sequence, loras: Sequence) -> int:
     """Most rows of x of a product: 256 without adapters for several weights or one of at most 25 million numbers, else
     128.
@@ -89,14 +101,15 @@ def rows_refusal(count: int, dtype, weights: Sequence, fewest: int = 1, most: in
 
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
     """Why the kernels of products do not support a call on this GPU, or None."""
-    reason = rows_refusal(len(x), x.dtype, weights, most=most)
+    count, columns = joined_shape(x).shape
+    reason = rows_refusal(count, x.dtype, weights, most=most)
     if reason is not None:
         return reason
     if len(weights) > 3:
         return f"{len(weights)} weights; up to 3"
     if padded_rank(loras) > MOST_RANK:
         return f"adapters of rank {max(lora.a.shape[0] for lora in loras if lora is not None)}; up to {MOST_RANK}"
-    if any(weight.shape[0] % _PLAIN.rows for weight in weights) or x.shape[1] % _depth(x.shape[1]):
+    if any(weight.shape[0] % _PLAIN.rows for weight in weights) or columns % _depth(columns):
         sizes = ", ".join(str(weight.shape) for weight in weights)
         return (
             f"weights {sizes}; multiples of {_PLAIN.rows} rows and of {_PLAIN.depth} columns, or of {_SHALLOW.depth} "
@@ -140,7 +153,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
-    (count, inner), padding = x.shape, 3 - len(weights)
+    (count, inner), padding = joined_shape(x).shape, 3 - len(weights)
     tokens = min(padded(count), tile.tokens)
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     rank = padded_rank(loras)
@@ -164,6 +177,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
         stages=stages,
         COUNT=count,
         INNER=inner,
+        PART=x.shape[-1],
         FIRST=sizes[0],
         SECOND=sizes[1],
         THIRD=sizes[2],
@@ -201,15 +215,16 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
 
 def products(x, weights, loras=()):
     """As api.products, for one to three weights of 16 bits; only if `products_refusal` is None."""
-    return products_in(product_tile(x, weights, loras), one_order.is_exact(), x, weights, loras)
+    return products_in(product_tile(joined_shape(x), weights, loras), one_order.is_exact(), x, weights, loras)
 
 
 def products_in(tile: Tile, in_one_order: bool, x, weights, loras=()):
     """`products` by programs of a tile, as one sum each if `in_one_order`."""
     width = sum(weight.shape[0] for weight in weights)
-    programs = width // tile.rows * -(-len(x) // tile.tokens)
-    divided = not (in_one_order or _undivided(len(x), loras, programs))
-    splits = fewest_splits(x.shape[1] // _depth(x.shape[1]), programs) if divided else 1
+    count, inner = joined_shape(x).shape
+    programs = width // tile.rows * -(-count // tile.tokens)
+    divided = not (in_one_order or _undivided(count, loras, programs))
+    splits = fewest_splits(inner // _depth(inner), programs) if divided else 1
     return _multiplied(x, weights, loras, tile, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
 
@@ -285,6 +300,7 @@ def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
         stages=1,
         COUNT=count,
         SIZE=size,
+        PART=partial_sums.shape[-1],
         WIDTH=1 << (size - 1).bit_length(),
         SPLITS=partial_sums.shape[0],
         EPS=float(eps),
