@@ -142,7 +142,7 @@ def weight_lines(line: Mapping[str, float], correction: Correction | None, cache
         return []
     if largest == 0 or zero > _LEFT_OUT:  # no answer has a part in the loss, or most have none
         return []
-    without = "leave objective.cache out" if cache is not None else "set objective.exact"
+    without = "leave objective.cache out" if cache is not None else "set objective.exact (not with rollout_func)"
     return [
         f"warning: objective.importance_sampling_mode = {correction} weighs the loss with {mean:.2g} on average "
         f"({_RATIO}/mean), as the rounding of all tokens of an answer multiplies: set "
