@@ -33,13 +33,15 @@ FORMS = converted._decoded, converted._filled
 # Whose rows are whole blocks of a quantised format.
 WIDE = dict(hidden_size=128, intermediate_size=256, initializer_range=0.2)
 
+HEADS = dict(num_heads=4, num_kv_heads=2)  # whole ones on each of two devices
+
 
 def model_of(dtype: str = "float32", **changes) -> Decoder:
     return tiny_model(dtype, vocab_size=VOCAB, **(dict(initializer_range=0.5) | changes))
 
 
 MODELS = {
-    "adapter": lambda: adapted_model(model_of(), r=4),
+    "adapter": lambda: adapted_model(model_of(**HEADS), r=4),
     "DoRA, biases": lambda: adapted_model(model_of(mlp_bias=True, qkv_bias=True), r=4, use_dora=True),
     "bf16": lambda: model_of("bfloat16"),
     "nf4": lambda: adapted_model(quantize(model_of(**WIDE), "nf4"), r=4),
@@ -207,7 +209,7 @@ def test_log_probabilities_of_rows_are_those_of_one_device(sizes):
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 def test_weights_of_an_update_are_used(sizes):
     divided, prompts = over(made("adapter"), *sizes), prompts_of((3, 8, 2))
-    other = adapted_model(model_of(), seed=2, r=4)
+    other = adapted_model(model_of(**HEADS), seed=2, r=4)
     sampler = Sampler(divided, slots=2, length=64)
     before = list(sampler.run(prompts, 6))
     sampler.update(over(other, *sizes))

@@ -3,6 +3,7 @@ plain JAX."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 
 import jax
@@ -61,6 +62,33 @@ def test_a_token_attends_to_what_is_written(case, norms):
     for new, expected, old in zip(got[1:], (keys, values), given[1:3], strict=True):
         near(new, expected, 5e-4)
         assert ((new != old).any(-1).sum((1, 2)) == jnp.where(given[3] < 0, 0, sizes[1])).all()
+
+
+@given(
+    devices=st.sampled_from([2, 3]),
+    of_device=st.integers(1, 2),
+    group=st.integers(1, 3),
+    splits=st.sampled_from([1, 2]),
+    dim=st.sampled_from([64, 128]),
+    by_kernel=st.booleans(),
+)
+@settings(max_examples=6, deadline=None)
+def test_heads_in_the_parts_of_devices_give_the_bits_of_joined_ones(devices, of_device, group, splits, dim, by_kernel):
+    kv_heads = devices * of_device
+    heads = kv_heads * group
+    whole, *others = attended_case(heads, kv_heads, dim, 128, splits, (0, -1, 5, 200))
+    each = whole.reshape(splits, 4, heads + 2 * kv_heads, dim)
+    kinds = [jnp.split(kind, devices, axis=2) for kind in jnp.split(each, (heads, heads + kv_heads), axis=2)]
+    parts = [jnp.concatenate(kind, axis=2).reshape(splits, 4, -1) for kind in zip(*kinds, strict=True)]
+    parts = jnp.stack(parts, axis=1)
+    np.testing.assert_array_equal(reference.joined_heads(parts, kv_heads, dim), whole)
+    with interpreted() if by_kernel else contextlib.nullcontext():
+        got, want = (attended(sums, *others, scale=0.1) for sums in (parts, whole))
+    assert dispatch.record["attended"][0] == ("triton" if by_kernel else "apart")
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match=f"{kv_heads + 1} parts of {kv_heads} key/value heads"):
+        attended(normal(1, kv_heads + 1, 4, dim), *others, scale=0.1)
 
 
 def test_a_row_attends_with_the_same_bits_in_every_batch_slot_and_capacity():

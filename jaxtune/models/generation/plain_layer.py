@@ -24,7 +24,7 @@ from jaxtune.models.layers.routers import Router
 from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
-from jaxtune.models.placement import gathers
+from jaxtune.models.placement import gathers, partition
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.decode.few_rows import (
     added_norm,
@@ -135,11 +135,11 @@ def step(
     if attention.config.qk_norm:
         head_options, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
     linears, wide = [getattr(attention, name) for name in attention.in_matrices], is_wide(block)
-    of_heads = _own_products(stream.normed, linears) if wide else _parts(stream.normed, linears, stream.coded)
+    of_heads = _own_heads(stream.normed, attention) if wide else _parts(stream.normed, linears, stream.coded)
     masking = attention.options(context.spec.window)
     masking |= dict(batch_invariant=batch_invariant, dtype=stream.x.dtype)
-    heads = tap("query, key, value", of_heads)
-    out, keys, values = attended(heads, *state["mixer"], positions, table, norms, **head_options, **masking)
+    of_heads = of_heads if wide else tap("query, key, value", of_heads)
+    out, keys, values = attended(of_heads, *state["mixer"], positions, table, norms, **head_options, **masking)
     out, mlp = tap("attention", out).reshape(len(out), -1), block.parts["mlp"]
     if wide:
         partial_sums = _columns_of_all(gathers.rows_of_all(out), attention.o_proj)
@@ -352,8 +352,14 @@ def _sent_back(rows: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
     return sent_back(products_of_parts, [linear.sizes[0] for linear in linears])
 
 
-def _own_products(rows: jax.Array, linears: Sequence[Linear]) -> jax.Array:
-    """`_sent_back` side by side, [1, N, sum of out]."""
+def _own_heads(rows: jax.Array, attention: Attention) -> jax.Array:
+    """The products of this device's rows with query, key and value, side by side [1, N, width]; [1, devices, N, width /
+    devices], of each device's heads, if each has whole ones. rows: [R, in], of all devices.
+    """
+    linears = [getattr(attention, name) for name in attention.in_matrices]
+    count = partition.shards(linears[0].stored_weight)[0].count
+    if len(linears) == 3 and not attention.config.num_kv_heads % count:
+        return gathers.own_rows_in_parts(_added(_parts(rows, list(map(part_of, linears))), rows.dtype))[None]
     return jnp.concatenate(_sent_back(rows, linears), axis=-1)[None]
 
 

@@ -33,6 +33,16 @@ def joined(parts):
     return jnp.swapaxes(parts, -3, -2).reshape(*others, rows, count * part)
 
 
+def joined_heads(parts, kv_heads: int, dim: int):
+    """[splits, N, width], queries, keys and values side by side, of [splits, parts, N, width / parts], each part with
+    those of its own heads.
+    """
+    splits, count, rows, width = parts.shape
+    heads, kv = parts.reshape(splits, count, rows, width // dim, dim), kv_heads // count
+    kinds = jnp.split(heads, (width // dim - 2 * kv, width // dim - kv), axis=3)
+    return jnp.concatenate([joined(kind.reshape(splits, count, rows, -1)) for kind in kinds], axis=-1)
+
+
 def products(x, weights, loras=(), splits: int = 1):
     """[1, N, sum of out_i] in x's dtype; with `splits`, for one weight without an adapter, float32[splits, N, out]."""
     x = x if x.ndim == 2 else joined(x)
