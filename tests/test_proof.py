@@ -262,7 +262,7 @@ def test_packed_rows_have_their_own_part(tmp_path):
     (peers / beside.call.output.name).write_text(beside.call.output.read_text())
     assert page.main(tmp_path / "none", tmp_path / "docs", peers) == 0
     text = (tmp_path / "docs/proof.md").read_text()
-    assert "## Packed rows beside TRL and PEFT" in text and "## Beside Unsloth" not in text
+    assert "## Packed rows beside Unsloth and TRL" in text and "## Beside Unsloth" not in text
     assert "| 100 | 80.0 | 200 | 60.0 | **2.00** |" in text
 
 

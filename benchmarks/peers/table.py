@@ -122,9 +122,10 @@ def packed(record: Record) -> str:
     said, note = record["settings"], f"{versions(record)}. `python -m benchmarks.peers sft --documents FILE`"
     text = (
         f"As above, with real rows: {said['documents']} into {said['rows']} rows of {said['length']:,} a step, by "
-        "TRL's `packing=True`; in no program a token sees another document. Tokens are real ones, without padding."
-    )
-    return "\n".join(["## Packed rows beside TRL and PEFT", "", text, "", *lines(record), "", note, ""])
+        "TRL's `packing=True`; in no program a token sees another document. Tokens are real ones, without padding. "
+        f"{record.get('note', '')}"
+    ).rstrip()
+    return "\n".join(["## Packed rows beside Unsloth and TRL", "", text, "", *lines(record), "", note, ""])
 
 
 def published(record: Record) -> str:
