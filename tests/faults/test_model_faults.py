@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -255,6 +256,15 @@ def test_a_tokenizer_json_that_is_none(test_data, tmp_path, text):
     folder = shutil.copytree(test_data / "models" / "stories260K", tmp_path / "model")
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "added_tokens.json"])
+def test_a_table_of_tokens_that_is_a_pipe(test_data, tmp_path, name):
+    folder = shutil.copytree(test_data / "models" / "stories260K", tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=rf"{name} is not a regular file"):
         load_tokenizer(folder)
 
 

@@ -57,6 +57,26 @@ def test_a_first_step_for_which_a_device_has_no_block_is_planned_again(tmp_path,
     assert trainer.planner.plan != first and pools.holds == 3  # of two plans' steps, and an update
 
 
+def test_a_program_tells_its_memory_once(monkeypatch):
+    """XLA reads it from all of a program's instructions, whenever it is asked."""
+    Pools(monkeypatch, set())
+    numbers = jax.numpy.arange(8.0)
+    program, asked = jax.jit(lambda x: 2 * x).lower(numbers).compile(), []
+
+    class Counting:
+        def memory_analysis(self):
+            asked.append(self)
+            return program.memory_analysis()
+
+        def __call__(self, *arguments):
+            return program(*arguments)
+
+    secured = room.secured(Counting(), jax.devices()[:1])
+    sizes = secured.memory_analysis().output_size_in_bytes
+    assert (secured(numbers) == 2 * numbers).all() and sizes == secured.memory_analysis().output_size_in_bytes == 32
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_a_run_whose_arrays_moved_makes_the_same_bits(share, tmp_path, monkeypatch, capsys):
     on_host, moved = partition.on_host, []

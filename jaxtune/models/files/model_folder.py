@@ -321,9 +321,6 @@ def load_tokenizer(folder: Path):
         return _of_gguf(folder)
     if not _has_tokenizer(folder):
         return None
-    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
-        if (folder / name).exists():
-            read_json(folder / name)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
         settings = read_json(file) if file.exists() else {}
@@ -336,6 +333,9 @@ def load_tokenizer(folder: Path):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
             tokenizer("a")  # some faults appear only in use
     except Exception as error:  # the tokenizers library raises bare Exceptions
+        for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+            if (folder / name).exists():
+                read_json(folder / name)  # says more; at each start the largest would take a fifth of a second
         message = " ".join(str(error).split())[:300]
         files = ", ".join(name for name in _TOKENIZER_FILES if (folder / name).exists())
         raise ValueError(

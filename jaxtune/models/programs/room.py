@@ -175,12 +175,19 @@ class Secured:
 
     def __init__(self, program: jax.stages.Compiled, devices: Sequence[Device]):
         self._program, self._devices, self._secured = program, devices, False
+        self._memory = None
 
     def __call__(self, *arguments):
         if not self._secured:
-            secure(self._program, self._devices)
+            secure(self, self._devices)
             self._secured = True
         return self._program(*arguments)
+
+    def memory_analysis(self):
+        """Of a deep model the first takes two tenths of a second."""
+        if self._memory is None:
+            self._memory = self._program.memory_analysis()
+        return self._memory
 
     def __getattr__(self, name: str):
         return getattr(self._program, name)
@@ -196,7 +203,7 @@ def is_limited(devices: Sequence[Device]) -> bool:
     return bool(local := _local(devices)) and "bytes_limit" in _stats(local[0])
 
 
-def secure(program: jax.stages.Compiled, devices: Sequence[Device]) -> None:
+def secure(program: jax.stages.Compiled | Secured, devices: Sequence[Device]) -> None:
     """Sees that each device has the blocks that the program takes, moving arrays together if its free memory lies in
     pieces. RESOURCE_EXHAUSTED if one has not, in all processes of the program's devices; a single device says so
     itself. Collective if several processes have the devices.
