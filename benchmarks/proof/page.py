@@ -129,7 +129,8 @@ def formats(record: Record, images: Path, name: str) -> str:
         difference += "".join(
             f"; {value:+.4f} after {step} of the next seed" for step, value in each.get("stopped", ())
         )
-        before = f"{run['held_out'][0][1]:.4f}" if run.get("held_out") else "-"
+        starts = [record["runs"].get(run_name(kind, seed), {}).get("held_out") for seed in range(len(each["losses"]))]
+        before = ", ".join(dict.fromkeys(f"{curve[0][1]:.4f}" for curve in starts if curve)) or "-"
         lines.append(f"| {kind} | {before} | {losses} | {difference} | {_products(run)} |")
     drawn = {
         run: curve["held_out"] for run, curve in record["runs"].items() if run.endswith("_0") and curve["held_out"]

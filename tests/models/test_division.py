@@ -42,9 +42,9 @@ def model_of(dtype: str = "float32", **changes) -> Decoder:
 
 MODELS = {
     "adapter": lambda: adapted_model(model_of(**HEADS), r=4),
-    "DoRA, biases": lambda: adapted_model(model_of(mlp_bias=True, qkv_bias=True), r=4, use_dora=True),
+    "DoRA, biases": lambda: adapted_model(model_of(mlp_bias=True, qkv_bias=True, **HEADS), r=4, use_dora=True),
     "bf16": lambda: model_of("bfloat16"),
-    "nf4": lambda: adapted_model(quantize(model_of(**WIDE), "nf4"), r=4),
+    "nf4": lambda: adapted_model(quantize(model_of(**WIDE, **HEADS), "nf4"), r=4),
     "fp8": lambda: quantize(model_of(**WIDE), "fp8"),
     "experts": lambda: model_of(moe=MoEConfig(4, 2, 32)),
     "one matrix for gate and up": lambda: model_of(fused_gate_up=True),
@@ -88,6 +88,7 @@ def assert_alike(found: list[Row], wanted: list[Row]) -> None:
             pytest.param(name, sizes, marks=pytest.mark.full)
             for name, sizes in (
                 ("DoRA, biases", (1, 4)),
+                ("DoRA, biases", (1, 2)),
                 ("bf16", (2, 2)),
                 ("fp8", (2, 2)),
                 ("nf4", (2, 1)),

@@ -87,8 +87,9 @@ def test_heads_in_the_parts_of_devices_give_the_bits_of_joined_ones(devices, of_
     assert dispatch.record["attended"][0] == ("triton" if by_kernel else "apart")
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(ValueError, match=f"{kv_heads + 1} parts of {kv_heads} key/value heads"):
-        attended(normal(1, kv_heads + 1, 4, dim), *others, scale=0.1)
+    for count in (kv_heads + 1, 0):
+        with pytest.raises(ValueError, match=f"{count} parts of {kv_heads} key/value heads"):
+            attended(jnp.zeros((1, count, 4, dim), whole.dtype), *others, scale=0.1)
 
 
 def test_a_row_attends_with_the_same_bits_in_every_batch_slot_and_capacity():

@@ -266,8 +266,9 @@ def test_a_sum_in_parts_of_columns_has_the_bits_of_a_whole_one(count, part, rows
             got, want = added_norm(x, parts, weight, eps=1e-5), added_norm(x, sums, weight, eps=1e-5)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
-    with pytest.raises(ValueError, match=r"partial_sums is .* its shape must be \[splits, parts, N, part\] with"):
-        added_norm(x, normal(splits, count, rows, part + 1), weight, eps=1e-5)
+    for others in ((count, part + 1), (count + 1, part), (0, part), (size + 1, 1)):
+        with pytest.raises(ValueError, match=f"{others[0]} parts of {others[1]} columns; x has {size}"):
+            added_norm(x, jnp.zeros((splits, others[0], rows, others[1]), x.dtype), weight, eps=1e-5)
 
 
 @pytest.mark.parametrize(("columns", "supported"), [(448, False), (512, True), (576, True), (608, False), (256, True)])

@@ -126,7 +126,7 @@ def step(
       context: its layout has the rotary tables of `positions`.
       next_weight: [hidden], of the next norm, which rounds as this layer's do.
       batch_invariant: a row must have the same bits in any batch.
-      tap: called with the result of each operation, in their order; not with sums in parts of devices.
+      tap: called with the result of each operation, in their order; in a wide layer of attention, stream and norm.
     """
     attention, norm = block.parts["mixer"], norm_before(block, "mlp")
     options = rounding(norm)

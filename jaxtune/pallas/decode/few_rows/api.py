@@ -230,9 +230,12 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
     in_parts = getattr(partial_sums, "ndim", 3) == 4
-    if in_parts:  # so many columns of a part as fill x
-        check.sizes["part"] = x.shape[1] // partial_sums.shape[1], " (hidden / parts)"
     check.array("partial_sums", partial_sums, "splits parts N part" if in_parts else "splits N hidden", FLOATS)
+    if in_parts and partial_sums.shape[1] * partial_sums.shape[3] != x.shape[1]:
+        raise ValueError(
+            f"added_norm: partial_sums has {partial_sums.shape[1]} parts of {partial_sums.shape[3]} columns; "
+            f"x has {x.shape[1]}"
+        )
     check.array("weight", weight, "hidden", FLOATS)
     if blocks is not None:
         coded_types(len(x), x.shape[1], blocks)

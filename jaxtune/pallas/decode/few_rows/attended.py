@@ -74,7 +74,7 @@ def attended(
     check.array("partial_sums", partial_sums, "splits parts N part" if in_parts else "splits N width", FLOATS)
     check.array("keys", keys, "N kv_heads capacity D", CACHES)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
-    if in_parts and keys.shape[1] % partial_sums.shape[1]:
+    if in_parts and (not partial_sums.shape[1] or keys.shape[1] % partial_sums.shape[1]):
         raise ValueError(f"attended: partial_sums has {partial_sums.shape[1]} parts of {keys.shape[1]} key/value heads")
     whole = _joined_shape(partial_sums)
     check.array("positions", positions, "N", INTEGERS)
@@ -183,8 +183,8 @@ def _shares(keys, tile: Tile) -> int:
 def _first_use(
     partial_sums, keys, dtype, table, norms, call_masking: dict, rounding: dict, tile: Tile, shares: int
 ) -> str | None:
-    """The case has rows without a token, with broken and whole tiles, longer than the cache, and a window within a
-    tile.
+    """The case has rows without a token, with broken and whole tiles, longer than the cache, a window within a tile,
+    and two key/value heads of each part.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
     group = _joined_shape(partial_sums).shape[2] // dim // kv_heads - 2
@@ -197,20 +197,21 @@ def _first_use(
         capacity = max(128, (tile.stages + 2) * shares * tile.step)
         rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
         count = len(rows)
-        caches = [normal_array(i, count, 2, capacity, dim, dtype=keys.dtype) for i in (1, 2)]
+        own_heads = 4 if in_parts else 2
+        caches = [normal_array(i, count, own_heads, capacity, dim, dtype=keys.dtype) for i in (1, 2)]
         angles = normal_array(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        width = 2 * (group + 2) * dim
+        width = own_heads * (group + 2) * dim
         shape = (splits, 2, count, width // 2) if in_parts else (splits, count, width)
         sums = normal_array(0, *shape, dtype=partial_sums.dtype)
         operands = sums, *caches, rows, tables, weights
         masking = dict(scale=dim**-0.5, window=window and capacity - 28, soft_cap=soft_cap)
-        masking["sinks"] = jnp.linspace(-1, 1, 2 * group) if has_sinks else None
+        masking["sinks"] = jnp.linspace(-1, 1, own_heads * group) if has_sinks else None
 
         def reference_run(partial_sums, keys, values, positions, table, norms):
             if in_parts:
-                partial_sums = reference.joined_heads(partial_sums, 2, dim)
+                partial_sums = reference.joined_heads(partial_sums, own_heads, dim)
             query, keys, values = reference.placed(
                 partial_sums, keys, values, positions, table, norms, of_query, **rounding
             )
