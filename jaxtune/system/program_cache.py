@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import logging
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import jax
 from jaxtune.system import early_import, sources, timing
 from jaxtune.system.disk import note_use, remove_oldest
 from jaxtune.system.files import atomic_write, remove_temporary
-from jaxtune.system.private_jax import CacheInterface, compilation_cache, lib
+from jaxtune.system.private_jax import CacheInterface, compilation_cache, config, lib
 from jaxtune.system.sealed import sealed, unsealed
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,26 @@ def keys_asked() -> Iterator[list[str]]:
         _asked.reset(token)
 
 
+@contextlib.contextmanager
+def unwritten() -> Iterator[None]:
+    """A context in which JAX caches nothing that this thread compiles."""
+    with config.persistent_cache_min_compile_time_secs(math.inf):
+        yield
+
+
+def write(key: str, name: str, program: jax.stages.Compiled, seconds: float) -> None:
+    """Caches a program that was compiled `unwritten` in so many seconds, as JAX would. Python's lock is held for tenths
+    of a second; what fails is logged.
+    """
+    if seconds < config.persistent_cache_min_compile_time_secs.value:
+        return
+    try:
+        if (executable := program.runtime_executable()) is not None:
+            compilation_cache.put_executable_and_time(key, name, executable, executable.client, int(seconds))
+    except Exception as error:
+        logger.warning("%s is compiled anew at the next start: %s: %s", name, type(error).__name__, error)
+
+
 class ProgramCache(CacheInterface):
     """Bytes by key, in the interface that JAX expects, each entry checked when it is read. The folder is created for
     its owner alone; temporary files of killed processes go after a day.
@@ -132,6 +153,10 @@ class ProgramCache(CacheInterface):
             return None
         note_use(path)
         return content
+
+    def has(self, key: str) -> bool:
+        """Whether there is an entry; it may be damaged."""
+        return self._file(key).exists()
 
     def put(self, key: str, value: bytes) -> None:
         """Stores bytes, in a file that appears only when it is whole. Nothing is stored if they exceed max_bytes.

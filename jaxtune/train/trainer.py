@@ -214,6 +214,8 @@ class Trainer:
             stop = stop or stack.enter_context(StopSignal())
             stack.enter_context(stop.deferred())
             stack.callback(self.batches.close)
+            self.engine.write_later()
+            stack.callback(self.engine.write_programs)
             # The lock refuses a second process with the same folder before anything is written.
             checkpointer = Checkpointer(self.output / CHECKPOINTS, keep=config.checkpoint.keep)
             stack.enter_context(checkpointer)

@@ -39,6 +39,7 @@ from jaxtune.models.programs.kept import Function, Request, programs_of
 from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import in_use
+from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program import step
@@ -358,6 +359,50 @@ def test_work_meanwhile_is_done_before_the_last_program_is_there(kept, monkeypat
         monkeypatch.setattr(kept_programs, "_loaded", late(kept_programs._loaded))
     programs_of(requests, is_done.set)
     assert in_time == [True] * (2 if kept_ones != 1 else 1)
+
+
+def test_programs_are_written_when_asked(kept, lowerings):
+    """Of a rate of their own, so that JAX has no executable of an earlier test either."""
+    request = dataclasses.replace(request_of(), function=optax.adam(time.time_ns() % 10**6 * 1e-9).update)
+    later: list = []
+    (program,) = programs_of([request], later=later)
+    assert in_use().get(request.key(Digests())) is None and len(later) == 1
+    later.pop()()
+    (loaded,) = programs_of([request], later=later)
+    assert len(lowerings) == 1 and bits(loaded(*arrays(request))) == bits(program(*arrays(request)))
+
+
+class Pending(Callback):
+    """How many programs were not written yet when each step was out; raises after `fails`."""
+
+    def __init__(self, fails: int = 0):
+        self.trainer, self.fails, self.counts = None, fails, []
+
+    def between(self, moment):
+        self.counts.append(len(self.trainer.engine._unwritten))
+        if moment.step == self.fails:
+            raise RuntimeError("of the user")
+
+
+def run_with(callback: Pending, folder, **changes) -> None:
+    callback.trainer = Trainer(lora_model(), None, make_config(folder, **changes), dataset(documents(24)))
+    callback.trainer.callbacks = (callback,)
+    callback.trainer.train()
+
+
+def test_a_run_writes_its_programs_after_its_first_step(kept, lowerings, tmp_path):
+    """Also one of a single step, and one that fails in it."""
+    pending = Pending()
+    run_with(pending, tmp_path / "first", steps=4)
+    assert pending.counts == [1, 1, 0, 0] and len(lowerings) == 2
+    for number, (fails, steps) in enumerate(((1, 4), (0, 1))):
+        changes = dict(steps=steps, optim=OptimConfig(learning_rate=1e-3 * (2 + number)))
+        pending = Pending(fails)
+        with pytest.raises(RuntimeError, match="of the user") if fails else contextlib.nullcontext():
+            run_with(pending, tmp_path / f"{number}", **changes)
+        lowered = len(lowerings)
+        run_with(Pending(), tmp_path / f"{number} again", **changes)
+        assert pending.counts == [1] and len(lowerings) == lowered
 
 
 DAMAGES = {

@@ -137,7 +137,7 @@ def end() -> None:
 
 
 def note(programs: Sequence[tuple[str, Sequence]], cache: ProgramCache) -> None:
-    """Records programs, (key, devices), for the next process; `cache` has their entries."""
+    """Records programs, (key, devices), for the next process; `cache` has their entries, or soon will."""
     if time.monotonic() - timing.process_start() > _BEGINNING_SECONDS:
         end()
         return

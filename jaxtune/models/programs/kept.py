@@ -24,6 +24,7 @@ import logging
 import operator
 import os
 import threading
+import time
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +41,7 @@ from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.system import processes, sources, timing, waiting
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import config, core, pxla
-from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked
+from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, unwritten, write
 
 logger = logging.getLogger(__name__)
 
@@ -115,39 +116,58 @@ class _Fresh:
     program: jax.stages.Compiled
     executable: str | None  # JAX's key
     said: list[dispatch.Said]
+    write: Callable[[], None] | None = None  # caches the executable; None: JAX has
+
+
+type Later = list[Callable[[], None]]
 
 
 def programs_of(
-    requests: Sequence[Request], meanwhile: Callable[[], object] = lambda: None
+    requests: Sequence[Request], meanwhile: Callable[[], object] = lambda: None, later: Later | None = None
 ) -> list[jax.stages.Compiled | room.Secured]:
     """The compiled programs: kept ones are loaded in threads; others are lowered one by one, the slowest should come
     first, and compiled in threads meanwhile, then kept. Again without a kernel that fails its check.
 
     meanwhile: called once or more while nothing but threads compiles or loads. It must wait for no thread that traces.
+    later: gets what writes the programs that were compiled, seconds of a deep one; None: they are written at once.
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
-    programs = map(_program_of, _built(requests, cache, meanwhile))
+    programs = map(_program_of, _built(requests, cache, meanwhile, later))
     return [room.secured(program, request.devices) for program, request in zip(programs, requests, strict=True)]
 
 
 def _built(
-    requests: Sequence[Request], cache: ProgramCache | None, meanwhile: Callable[[], object] = lambda: None
+    requests: Sequence[Request],
+    cache: ProgramCache | None,
+    meanwhile: Callable[[], object] = lambda: None,
+    later: Later | None = None,
 ) -> list[jax.stages.Compiled | _Fresh]:
     """Those without an entry are _Fresh, and kept."""
     with timing.phase("cached", "keys"):
         digests = described.Digests()
         keys = [None if cache is None else request.key(digests) for request in requests]
-    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache, meanwhile))
+    waits = cache is not None and later is not None
+    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache, meanwhile, waits))
     if cache is not None:
         built = zip(requests, keys, done, strict=True)
-        fresh = [(request, key, new) for request, key, new in built if isinstance(new, _Fresh) and key is not None]
-        if fresh and sources.are_unchanged():
-            for request, key, new in fresh:
-                _keep(request, key, new, cache)
+        fresh = [(request, key, new) for request, key, new in built if isinstance(new, _Fresh)]
+        keep = functools.partial(_keep_all, fresh, cache)
+        if fresh:
+            later.append(keep) if later is not None else keep()
         pairs = zip(keys, requests, strict=True)
         ahead.note([(key, request.devices) for key, request in pairs if key is not None], cache)
     return done
+
+
+def _keep_all(fresh: Sequence[tuple[Request, str | None, _Fresh]], cache: ProgramCache) -> None:
+    for _, _, new in fresh:
+        if new.write is not None:
+            new.write()
+    named = [(request, key, new) for request, key, new in fresh if key is not None]
+    if named and sources.are_unchanged():
+        for request, key, new in named:
+            _keep(request, key, new, cache)
 
 
 def _program_of(done: jax.stages.Compiled | _Fresh) -> jax.stages.Compiled:
@@ -176,7 +196,9 @@ def _loaded_or_compiled(
     keys: Sequence[str | None],
     cache: ProgramCache | None,
     meanwhile: Callable[[], object],
+    waits: bool,
 ) -> list[jax.stages.Compiled | _Fresh]:
+    """waits: programs that are compiled are not written yet."""
     refused = dispatch.any_failed()  # its programs are not those of other starts
 
     def loaded(request: Request, key: str | None) -> jax.stages.Compiled | None:
@@ -202,7 +224,7 @@ def _loaded_or_compiled(
                     continue
                 with dispatch.overheard() as said:
                     lowered = request.lowered()
-                done.append(pool.submit(_compiled, request, lowered, said))
+                done.append(pool.submit(_compiled, request, lowered, said, cache if waits else None))
         meanwhile()
         with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
             for future in done:
@@ -212,14 +234,23 @@ def _loaded_or_compiled(
         pool.shutdown(wait=waiting.failed() is None, cancel_futures=True)
 
 
-def _compiled(request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said]) -> _Fresh:
+def _compiled(
+    request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said], unwritten_in: ProgramCache | None
+) -> _Fresh:
+    """unwritten_in: the cache in which it is not written yet."""
     dispatch.begin_checks()  # the checks that lowering asked for
     device = _local(request.devices)
     kernels = gpu_kernel.kernels_of(lowered) if device.platform == "gpu" else []
+    writing = contextlib.nullcontext() if unwritten_in is None else unwritten()
     with request.context(), ThreadPoolExecutor(8, "kernels") as pool, keys_asked() as keys:
         gpu_kernel.compile_beside(kernels, device, pool)
-        program = compiled(lowered, request.options)
-    return _Fresh(program, keys[-1] if keys else None, said)
+        began = time.perf_counter()
+        with writing:
+            program = compiled(lowered, request.options)
+    key = keys[-1] if keys else None
+    if unwritten_in is None or key is None or unwritten_in.has(key):
+        return _Fresh(program, key, said)
+    return _Fresh(program, key, said, functools.partial(write, key, request.name, program, time.perf_counter() - began))
 
 
 class Function:

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, host_table, partition
 from jaxtune.models.programs.compiling import out_of_memory
-from jaxtune.models.programs.kept import Request, programs_of
-from jaxtune.system import host_memory, processes
+from jaxtune.models.programs.kept import Later, Request, programs_of
+from jaxtune.system import host_memory, processes, timing
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
 from jaxtune.train.engine.xla_options import SHORT_STEP_SECONDS, compiler_options, launch_options, update_options
@@ -114,6 +114,7 @@ class Engine:
         self._early_steps, self.deterministic = early_steps, deterministic
         self._asked_graphs: bool | None = settings.get("whole_graphs")
         self._offloads, self._held_out = program.offload, held_out
+        self._unwritten: Later | None = None
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
             planner.skip_known_failures(KnownFailures(self._facts(planner, settings)))
@@ -256,6 +257,17 @@ class Engine:
 
     # ---- compiling
 
+    def write_later(self) -> None:
+        """Programs that are compiled from now on are cached by `write_programs`: for a deep one that takes seconds with
+        Python's lock, which its first step need not wait for.
+        """
+        self._unwritten = []
+
+    def write_programs(self) -> None:
+        with timing.phase("save", "programs"):
+            while self._unwritten:
+                self._unwritten.pop(0)()
+
     def compile(
         self, state: TrainState, sums: Sums, frozen, first_step: int = 0, meanwhile: Callable[[], object] = lambda: None
     ) -> Programs:
@@ -288,7 +300,7 @@ class Engine:
             requests += [
                 self._of_rows(program.evaluate, where, state.trainable, frozen, held_out) for program in forwards
             ]
-        done = programs_of(requests, meanwhile)
+        done = programs_of(requests, meanwhile, self._unwritten)
         accumulates, update, evaluates = done[: len(steps)], done[len(steps)], done[len(steps) + 1 :]
         pairs = zip(accumulates, evaluates or [None] * len(steps), strict=True)
         programs, *early = (Programs(accumulate, update, evaluate) for accumulate, evaluate in pairs)
@@ -352,6 +364,7 @@ class Engine:
             problem = "compiling it ran out of memory"
             if need is not None:
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
+            self.write_programs()  # else they stay in memory
             self._search.replan(problem, need, print_line, placed)
             self.follow_plan()
 
@@ -460,6 +473,7 @@ class Engine:
             # The caller still refers to the arguments; the results of what failed hold the memory of donated sums.
             jax.tree.map(lambda array: array.delete(), (sums, summed, micro_batches))
             del sums, summed, micro_batches
+            self.write_programs()  # else they stay in memory
             programs = None
             self._search.replan("the first step ran out of memory", None, print_line, True, short, True)
             self.follow_plan()

@@ -218,6 +218,8 @@ class Run:
                 work.done = steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
+                if step == start + 1:  # the first step's numbers are out, and the device has another
+                    engine.write_programs()
                 if tracing and (
                     steps_done - start == self.profile.start + self.profile.steps or steps_done == self.total_steps
                 ):
