@@ -260,12 +260,11 @@ def test_a_tokenizer_json_that_is_none(test_data, tmp_path, text):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "added_tokens.json"])
-def test_a_table_of_tokens_that_is_a_pipe(test_data, tmp_path, name):
-    folder = shutil.copytree(test_data / "models" / "stories260K", tmp_path / "model")
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
+def test_a_table_of_tokens_that_is_a_pipe(tmp_path, name):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=rf"{name} is not a regular file"):
-        load_tokenizer(folder)
+        load_tokenizer(tmp_path)
 
 
 # ---- adapters
