@@ -19,6 +19,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.decode.attention import reference as attention_reference
 from jaxtune.pallas.decode.few_rows import attended, attended_kernels, placed, reference
 from jaxtune.pallas.decode.few_rows.cases import in_float32
+from jaxtune.pallas.decode.few_rows.shards import unsharded_heads
 
 HOPPER = (9, 0)
 # The module, whose name in its package is that of the function.
@@ -81,14 +82,14 @@ def test_heads_in_the_parts_of_devices_give_the_bits_of_joined_ones(devices, of_
     kinds = [jnp.split(kind, devices, axis=2) for kind in jnp.split(each, (heads, heads + kv_heads), axis=2)]
     parts = [jnp.concatenate(kind, axis=2).reshape(splits, 4, -1) for kind in zip(*kinds, strict=True)]
     parts = jnp.stack(parts, axis=1)
-    np.testing.assert_array_equal(reference.joined_heads(parts, kv_heads, dim), whole)
+    np.testing.assert_array_equal(unsharded_heads(parts, kv_heads, dim), whole)
     with interpreted() if by_kernel else contextlib.nullcontext():
         got, want = (attended(sums, *others, scale=0.1) for sums in (parts, whole))
     assert dispatch.record["attended"][0] == ("triton" if by_kernel else "apart")
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
     for count in (kv_heads + 1, 0):
-        with pytest.raises(ValueError, match=f"{count} parts of {kv_heads} key/value heads"):
+        with pytest.raises(ValueError, match=f"{count} shards of {kv_heads} key/value heads"):
             attended(jnp.zeros((1, count, 4, dim), whole.dtype), *others, scale=0.1)
 
 

@@ -27,6 +27,7 @@ from jaxtune.pallas.decode.few_rows import (
     products,
     reference,
     triton,
+    unsharded,
 )
 from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights
@@ -242,7 +243,7 @@ def test_products_of_columns_in_parts_have_the_bits_of_whole_ones(count, part, r
     x, weight = normal(rows, count * part), normal(64, count * part, seed=1, scale=0.05)
     parts = jnp.moveaxis(x.reshape(rows, count, part), 1, 0)
     loras = [adapter(64, count * part, rank, 2.0, 3)] if rank else []
-    np.testing.assert_array_equal(reference.joined(parts), x)
+    np.testing.assert_array_equal(unsharded(parts), x)
     with interpreted(HOPPER):
         np.testing.assert_array_equal(products(parts, [weight], loras), products(x, [weight], loras))
         whole_steps = count * part % 128 == 0 or count * part >= 512
@@ -267,7 +268,7 @@ def test_a_sum_in_parts_of_columns_has_the_bits_of_a_whole_one(count, part, rows
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
     for others in ((count, part + 1), (count + 1, part), (0, part), (size + 1, 1)):
-        with pytest.raises(ValueError, match=f"{others[0]} parts of {others[1]} columns; x has {size}"):
+        with pytest.raises(ValueError, match=f"{others[0]} shards of {others[1]} columns; x has {size}"):
             added_norm(x, jnp.zeros((splits, others[0], rows, others[1]), x.dtype), weight, eps=1e-5)
 
 

@@ -34,8 +34,8 @@ from jaxtune.pallas.decode.few_rows import (
     experts_gated,
     experts_have_kernels,
     gated_product,
-    joined,
     products,
+    unsharded,
 )
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS
@@ -239,9 +239,7 @@ def _of_divided(mlp: MLP, x: jax.Array) -> jax.Array:
 
 
 def _of_all_rows(mlp: MLP, rows: jax.Array) -> jax.Array:
-    """The feed-forward of the normed rows of all devices, each of which has a part of the weights, as
-    `_columns_of_all`.
-    """
+    """The feed-forward of the normed rows of all devices, as `_columns_of_all`."""
     activation, linears = mlp.config.activation, [part_of(mlp.gate_proj), part_of(mlp.up_proj)]
     gated = None
     if all(_is_plain(linear, rows.dtype) for linear in linears):
@@ -253,19 +251,17 @@ def _of_all_rows(mlp: MLP, rows: jax.Array) -> jax.Array:
     if gated is None:
         gate, up = apply_fused(rows[:, None], tuple(linears))
         gated = (ACTIVATIONS[activation](gate) * up)[:, 0]
-    return _columns_of_all(gathers.parts_of_all(gated), mlp.down_proj)
+    return _columns_of_all(gathers.shards_of_all(gated), mlp.down_proj)
 
 
 def _columns_of_all(rows: jax.Array, linear: Linear) -> jax.Array:
-    """The product [1, devices, R, out / devices] of the rows of all devices, each of which has a part of the weight, in
-    parts of its columns.
-
-    rows: [R, in], or [devices, R, in / devices].
+    """The product of the rows of all devices, in shards [1, devices, R, out / devices]. rows: [R, in], or in shards
+    [devices, R, in / devices].
     """
-    part = part_of(linear)
-    if rows.ndim > 2 and not _is_plain(part, rows.dtype):
-        rows = joined(rows)
-    return gathers.parts_of_all(_added(_parts(rows, [part]), rows.dtype))[None]
+    local = part_of(linear)
+    if rows.ndim > 2 and not _is_plain(local, rows.dtype):
+        rows = unsharded(rows)
+    return gathers.shards_of_all(_added(_parts(rows, [local]), rows.dtype))[None]
 
 
 def _of_experts(moe: MoE, x: jax.Array, context: Context, tap: Tap) -> jax.Array | None:
@@ -353,13 +349,13 @@ def _sent_back(rows: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
 
 
 def _own_heads(rows: jax.Array, attention: Attention) -> jax.Array:
-    """The products of this device's rows with query, key and value, side by side [1, N, width]; [1, devices, N, width /
-    devices], of each device's heads, if each has whole ones. rows: [R, in], of all devices.
+    """Queries, keys and values of this device's rows, side by side [1, N, width], or in shards [1, devices, N, width /
+    devices] if each has whole heads. rows: [R, in], of all devices.
     """
     linears = [getattr(attention, name) for name in attention.in_matrices]
     count = partition.shards(linears[0].stored_weight)[0].count
     if len(linears) == 3 and not attention.config.num_kv_heads % count:
-        return gathers.own_rows_in_parts(_added(_parts(rows, list(map(part_of, linears))), rows.dtype))[None]
+        return gathers.own_rows_sharded(_added(_parts(rows, list(map(part_of, linears))), rows.dtype))[None]
     return jnp.concatenate(_sent_back(rows, linears), axis=-1)[None]
 
 

@@ -140,15 +140,15 @@ def own_rows(parts: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(parts, TENSORS, 0, parts.ndim - 1, tiled=True)
 
 
-def own_rows_in_parts(parts: jax.Array) -> jax.Array:
-    """`own_rows` as they arrive, [devices, N, ..., columns of a part]."""
+def own_rows_sharded(columns: jax.Array) -> jax.Array:
+    """`own_rows` in the shards of devices, [devices, N, ..., columns of a shard]."""
     count = jax.lax.axis_size(TENSORS)
-    return jax.lax.all_to_all(parts.reshape(count, -1, *parts.shape[1:]), TENSORS, 0, 0)
+    return jax.lax.all_to_all(columns.reshape(count, -1, *columns.shape[1:]), TENSORS, 0, 0)
 
 
-def parts_of_all(part: jax.Array) -> jax.Array:
-    """The parts of all devices, [devices, ...]."""
-    return jax.lax.all_gather(part, TENSORS)
+def shards_of_all(shard: jax.Array) -> jax.Array:
+    """[devices, ...]"""
+    return jax.lax.all_gather(shard, TENSORS)
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:

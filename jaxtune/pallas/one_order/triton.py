@@ -178,7 +178,7 @@ def normed(x, weight, eps: float, offset: float, float32: bool) -> jax.Array:
         stages=1,
         COUNT=len(rows),
         SIZE=size,
-        PART=size,
+        SHARD=size,
         WIDTH=1 << (size - 1).bit_length(),
         SPLITS=0,
         EPS=float(eps),

@@ -212,7 +212,7 @@ def body_of_loop(text: str) -> str:
 @pytest.mark.parametrize(("load_in", "cache"), [(None, None), ("nf4", None), (None, "fp8")])
 def test_a_step_over_two_devices_exchanges_no_weights(load_in, cache):
     """Only rows and products, five times a layer, in caches that lie where they are; a prefill has two layers whole.
-    Adapters are cut once for all steps; columns and heads are read in the devices' parts, but for products of codes.
+    Adapters are cut once for all steps; columns and heads are read in shards, but for products of codes.
     """
     slots = 32
     states, decode, pack, prefill = over_two(1, 2, load_in, slots, cache)

@@ -4,7 +4,7 @@ from jaxtune.pallas.decode.few_rows.api import added_norm, added_norm_coded, gat
 from jaxtune.pallas.decode.few_rows.attended import attended
 from jaxtune.pallas.decode.few_rows.drawing import chosen_token, looked_up, masked
 from jaxtune.pallas.decode.few_rows.experts import experts_down, experts_gated, experts_have_kernels
-from jaxtune.pallas.decode.few_rows.reference import joined
+from jaxtune.pallas.decode.few_rows.shards import unsharded
 from jaxtune.pallas.decode.few_rows.triton import MOST_ROWS
 
 __all__ = [
@@ -17,9 +17,9 @@ __all__ = [
     "experts_gated",
     "experts_have_kernels",
     "gated_product",
-    "joined",
     "looked_up",
     "masked",
     "placed",
     "products",
+    "unsharded",
 ]

@@ -18,6 +18,7 @@ from jaxtune.pallas import dispatch, gated, one_order
 from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.few_rows import reference, triton
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
+from jaxtune.pallas.decode.few_rows.shards import unsharded, whole_shape
 from jaxtune.pallas.quant_matmul import LoraWeights, few_sizes, few_thin
 from jaxtune.pallas.quant_matmul.fp8_few import Coded, coded_types
 from jaxtune.pallas.quant_matmul.lora_weights import check_adapter
@@ -60,9 +61,9 @@ def products(
     Returns partial sums [splits, N, sum of out_i], in float32, or in x's dtype for one split. Their sum, rounded to x's
     dtype, is the weights' products side by side.
 
-      x: [N, in], or [parts, N, in / parts]: the columns in parts, as devices gather them; joined first if they are no
-        multiple of 128. "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at
-        most 25 million numbers.
+      x: [N, in], or in shards of devices [shards, N, in / shards], read as they are if of a multiple of 128 columns.
+        "triton" supports N up to 128, and to 256 without adapters for several weights, or one of at most 25 million
+        numbers.
       weights: [out_i, in] each, in x's dtype.
       loras: an adapter or None for each weight, or empty. It adds scale * (x a^T) b^T, or by its gate; "triton"
         supports ranks up to 64. Arrays in another dtype are cast in each call. ValueError for DoRA.
@@ -70,11 +71,11 @@ def products(
         "reference" (jnp; one split if requested), or None: the first that supports the call.
     """
     check = Arguments("products")
-    in_parts = getattr(x, "ndim", 2) == 3
-    check.array("x", x, "parts N part" if in_parts else "N in", FLOATS)
-    if in_parts and not triton.reads_parts(x):
-        x, in_parts = reference.joined(x), False
-    whole = triton.joined_shape(x)
+    sharded = getattr(x, "ndim", 2) == 3
+    check.array("x", x, "shards N columns" if sharded else "N in", FLOATS)
+    if sharded and not triton.reads_shards(x):
+        x, sharded = unsharded(x), False
+    whole = whole_shape(x, 2)
     check.sizes["in"] = whole.shape[1], " (as x has)"
     for index, weight in enumerate(weights):
         check.array(f"weights[{index}]", weight, f"out_{index} in", x.dtype)
@@ -86,7 +87,7 @@ def products(
         rows, columns = few_sizes.padded(len(whole)), 2048 + whole.shape[1] % 128
         sizes = tile.rows, 2 * tile.rows, tile.rows
         weights = [normal_array(i, size, columns, dtype=x.dtype) for i, size in enumerate(sizes, 1)]
-        x_shape = (2, rows, columns // 2) if in_parts else (rows, columns)
+        x_shape = (2, rows, columns // 2) if sharded else (rows, columns)
         operands = normal_array(0, *x_shape, dtype=x.dtype), weights
         operands = (
             *operands,
@@ -96,7 +97,7 @@ def products(
         return [kernel(*operands).sum(0)], [dispatch.exactly(reference.products)(*in_float32(operands))[0]]
 
     def first_use():
-        call = f"{x.dtype}, {few_sizes.padded(len(whole))} rows{few_thin.text(loras)}, {tile}{', in parts' * in_parts}"
+        call = f"{x.dtype}, {few_sizes.padded(len(whole))} rows{few_thin.text(loras)}, {tile}{', sharded' * sharded}"
         return dispatch.first_use("products", "triton", call, compare)
 
     most = triton.most_rows(weights, loras)
@@ -199,7 +200,7 @@ def added_norm(
 
     x: [N, hidden], the residual stream. weight: float[hidden]. eps: added to the mean square.
     partial_sums: [splits, N, hidden], partial sums of `products` or `experts_down`; their sum is rounded to x's dtype
-    first. Or [splits, parts, N, hidden / parts], their columns in parts, as devices gather them.
+    first. Or in shards of devices, [splits, shards, N, hidden / shards].
     offset: added to the weight, such as 1 for Gemma; ignored unless float32.
     float32: the normed numbers times the weight are rounded once; otherwise both are rounded first, and the product.
     implementation: "triton" (x of 16 bits, at most 16,384 columns), "reference", or None.
@@ -229,11 +230,11 @@ def added_norm_coded(
 def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: str | None, **options):
     check = Arguments("added_norm")
     check.array("x", x, "N hidden", FLOATS)
-    in_parts = getattr(partial_sums, "ndim", 3) == 4
-    check.array("partial_sums", partial_sums, "splits parts N part" if in_parts else "splits N hidden", FLOATS)
-    if in_parts and partial_sums.shape[1] * partial_sums.shape[3] != x.shape[1]:
+    sharded = getattr(partial_sums, "ndim", 3) == 4
+    check.array("partial_sums", partial_sums, "splits shards N columns" if sharded else "splits N hidden", FLOATS)
+    if sharded and partial_sums.shape[1] * partial_sums.shape[3] != x.shape[1]:
         raise ValueError(
-            f"added_norm: partial_sums has {partial_sums.shape[1]} parts of {partial_sums.shape[3]} columns; "
+            f"added_norm: partial_sums has {partial_sums.shape[1]} shards of {partial_sums.shape[3]} columns; "
             f"x has {x.shape[1]}"
         )
     check.array("weight", weight, "hidden", FLOATS)
@@ -245,7 +246,7 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
         size = 768 if warps == one_order.triton.norm_warps(768) else 2176
         operands = (
             normal_array(0, 5, size, dtype=x.dtype),
-            normal_array(1, *((3, 2, 5, size // 2) if in_parts else (3, 5, size)), dtype=partial_sums.dtype),
+            normal_array(1, *((3, 2, 5, size // 2) if sharded else (3, 5, size)), dtype=partial_sums.dtype),
             normal_array(2, size, dtype=x.dtype),
         )
         added, normed, *coded = jax.jit(triton.added_norm, static_argnums=3, static_argnames=[*options])(
@@ -258,7 +259,7 @@ def _added_norm(x, partial_sums, weight, blocks: bool | None, implementation: st
 
     def first_use():
         rounds = "" if blocks is None else ", in blocks" if blocks else ", in rows"
-        call = f"{x.dtype}, sums in {partial_sums.dtype}{', in parts' * in_parts}, {options}{rounds}, {warps} warps"
+        call = f"{x.dtype}, sums in {partial_sums.dtype}{', sharded' * sharded}, {options}{rounds}, {warps} warps"
         return dispatch.first_use("added_norm", "triton", call, compare)
 
     def refusal():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxtune.pallas.decode.attention.triton import WHOLE, WHOLE_TILES, Tile
 from jaxtune.pallas.decode.few_rows import reference
 from jaxtune.pallas.decode.few_rows.api import placed
 from jaxtune.pallas.decode.few_rows.cases import in_float32, normal_array
+from jaxtune.pallas.decode.few_rows.shards import unsharded_heads, whole_shape
 from jaxtune.pallas.decode.few_rows.triton import placed_refusal
 
 _MULTIPROCESSORS = 132  # multiprocessors of a Hopper GPU
@@ -62,21 +62,23 @@ def attended(
     Returns (attention [N, heads, D] in `dtype`, 0 for a row at a negative position; keys; values), in place as
     `placed`. With the kernel, a row's result has the same bits in any slot, and with batch_invariant in any batch.
 
-      partial_sums: of `placed`, or [splits, parts, N, width / parts], each part with the query, key and value heads of
-        kv_heads / parts key/value heads, as devices exchange them.
+      partial_sums: of `placed`, or in shards of devices [splits, shards, N, width / shards], with the query, key and
+        value heads of kv_heads / shards each.
       implementation: "triton" (one kernel; caches of 16 bits, or of float8_e4m3fn from compute capability 8.9, of at
         most 1,024 keys, or in Gluon 3,072 with a large N; D of 64, 128, 256 or 512), "apart" (`placed` and
         decode_attention), or None: the first that supports the call.
       scale, window, soft_cap, sinks: of decode_attention. Others: of `placed`.
     """
     check = Arguments("attended")
-    in_parts = getattr(partial_sums, "ndim", 3) == 4
-    check.array("partial_sums", partial_sums, "splits parts N part" if in_parts else "splits N width", FLOATS)
+    sharded = getattr(partial_sums, "ndim", 3) == 4
+    check.array("partial_sums", partial_sums, "splits shards N columns" if sharded else "splits N width", FLOATS)
     check.array("keys", keys, "N kv_heads capacity D", CACHES)
     check.array("values", values, "N kv_heads capacity D", keys.dtype)
-    if in_parts and (not partial_sums.shape[1] or keys.shape[1] % partial_sums.shape[1]):
-        raise ValueError(f"attended: partial_sums has {partial_sums.shape[1]} parts of {keys.shape[1]} key/value heads")
-    whole = _joined_shape(partial_sums)
+    if sharded and (not partial_sums.shape[1] or keys.shape[1] % partial_sums.shape[1]):
+        raise ValueError(
+            f"attended: partial_sums has {partial_sums.shape[1]} shards of {keys.shape[1]} key/value heads"
+        )
+    whole = whole_shape(partial_sums, 3)
     check.array("positions", positions, "N", INTEGERS)
     check.sizes["D/2"] = keys.shape[3] // 2, ""
     for name, pair, shape in (("table", table, "N D/2"), ("norms", norms, "D")):
@@ -100,8 +102,8 @@ def attended(
         tile = _tile(whole, keys, batch_invariant)
         how: dict = dict(tile=tile, shares=_shares(keys, tile), rounding=rounding, masking=masking)
         return _by_kernel(partial_sums, keys, values, positions, table, norms, dtype, **how)
-    if in_parts:
-        partial_sums = reference.joined_heads(partial_sums, *keys.shape[1::2])
+    if sharded:
+        partial_sums = unsharded_heads(partial_sums, *keys.shape[1::2])
     query, keys, values = placed(partial_sums, keys, values, positions, table, norms, dtype=dtype, **rounding)
     out = decode_attention(
         query, keys, values, positions + 1, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
@@ -109,14 +111,9 @@ def attended(
     return out, keys, values
 
 
-def _joined_shape(partial_sums) -> jax.ShapeDtypeStruct:
-    splits, *parts, count, width = partial_sums.shape
-    return jax.ShapeDtypeStruct((splits, count, math.prod(parts) * width), partial_sums.dtype)
-
-
 def refusal(partial_sums, keys, batch_invariant: bool, dtype=None) -> str | None:
     """Why the kernels of `attended` do not support a call on this GPU, or None; batch_invariant: without
-    attended_gluon.py. partial_sums: joined.
+    attended_gluon.py.
     """
     reason = "sums in one order" if one_order.is_exact() else placed_refusal(keys, dtype)
     if reason is not None:
@@ -184,34 +181,34 @@ def _first_use(
     partial_sums, keys, dtype, table, norms, call_masking: dict, rounding: dict, tile: Tile, shares: int
 ) -> str | None:
     """The case has rows without a token, with broken and whole tiles, longer than the cache, a window within a tile,
-    and two key/value heads of each part.
+    and two key/value heads a shard.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
-    group = _joined_shape(partial_sums).shape[2] // dim // kv_heads - 2
+    group = whole_shape(partial_sums, 3).shape[2] // dim // kv_heads - 2
     window, soft_cap, has_sinks = call_masking["window"], call_masking["soft_cap"], call_masking["sinks"] is not None
     splits = min(2, len(partial_sums))
-    in_parts = partial_sums.ndim == 4
+    sharded = partial_sums.ndim == 4
     of_query = dtype if _in_fp8(keys) else None  # e4m3 rounds by more than the check allows
 
     def compare():
         capacity = max(128, (tile.stages + 2) * shares * tile.step)
         rows = jnp.asarray([0, -1, capacity + 72, 77, capacity - 1, 31], jnp.int32)
         count = len(rows)
-        own_heads = 4 if in_parts else 2
-        caches = [normal_array(i, count, own_heads, capacity, dim, dtype=keys.dtype) for i in (1, 2)]
+        case_heads = 4 if sharded else 2
+        caches = [normal_array(i, count, case_heads, capacity, dim, dtype=keys.dtype) for i in (1, 2)]
         angles = normal_array(3, count, dim // 2, dtype=jnp.float32)
         tables = None if table is None else (jnp.cos(angles), jnp.sin(angles))
         weights = None if norms is None else tuple(normal_array(i, dim, dtype=norms[0].dtype) for i in (4, 5))
-        width = own_heads * (group + 2) * dim
-        shape = (splits, 2, count, width // 2) if in_parts else (splits, count, width)
+        width = case_heads * (group + 2) * dim
+        shape = (splits, 2, count, width // 2) if sharded else (splits, count, width)
         sums = normal_array(0, *shape, dtype=partial_sums.dtype)
         operands = sums, *caches, rows, tables, weights
         masking = dict(scale=dim**-0.5, window=window and capacity - 28, soft_cap=soft_cap)
-        masking["sinks"] = jnp.linspace(-1, 1, own_heads * group) if has_sinks else None
+        masking["sinks"] = jnp.linspace(-1, 1, case_heads * group) if has_sinks else None
 
         def reference_run(partial_sums, keys, values, positions, table, norms):
-            if in_parts:
-                partial_sums = reference.joined_heads(partial_sums, own_heads, dim)
+            if sharded:
+                partial_sums = unsharded_heads(partial_sums, case_heads, dim)
             query, keys, values = reference.placed(
                 partial_sums, keys, values, positions, table, norms, of_query, **rounding
             )
@@ -229,7 +226,7 @@ def _first_use(
 
     call = f"{dtype}, {keys.dtype} cache, head dim {dim}, {group} heads a key/value head, {tile}, {shares}, {rounding}"
     call += f", {table is not None}, {norms is not None}, {window is not None}, {soft_cap is not None}"
-    call += f", {has_sinks}, {splits} splits in {partial_sums.dtype}{', in parts' * in_parts}"
+    call += f", {has_sinks}, {splits} splits in {partial_sums.dtype}{', sharded' * sharded}"
     return dispatch.first_use("attended", "triton", call, compare)
 
 
@@ -248,7 +245,7 @@ def _by_kernel(
     masking: dict,
 ):
     """rounding: eps, offset, float32. masking: scale, window, soft_cap, sinks."""
-    splits, count, width = _joined_shape(partial_sums).shape
+    splits, count, width = whole_shape(partial_sums, 3).shape
     kv_heads, capacity, dim = keys.shape[1:]
     heads = width // dim - 2 * kv_heads
     weights = (partial_sums, partial_sums) if norms is None else norms
@@ -295,7 +292,7 @@ def _by_kernel(
         CAP=float(masking["soft_cap"] or 0.0),
         STEP=tile.step,
         STAGES=tile.stages,
-        PARTS=math.prod(partial_sums.shape[1:-2]),
+        SHARDS=partial_sums.shape[1] if partial_sums.ndim == 4 else 1,
         **constants,
     )
     return out, keys, values

@@ -146,12 +146,12 @@ def _tile_places(STEP: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Indices i, j, column of a tile's numbers, or words, as [STEP / ROWS, ROWS, COLUMNS]; a number is in row ROWS i +
     j.
     """
-    PARTS: gl.constexpr = gl.BlockedLayout(
+    SHARDS: gl.constexpr = gl.BlockedLayout(
         [STEP // ROWS, 1, COLUMNS * ROWS // 32], [1, ROWS, 32 // ROWS], [1, 1, 1], [2, 1, 0]
     )
-    i = gl.arange(0, STEP // ROWS, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None, None]
-    j = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))[None, :, None]
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))[None, None, :]
+    i = gl.arange(0, STEP // ROWS, gl.SliceLayout(1, gl.SliceLayout(2, SHARDS)))[:, None, None]
+    j = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SHARDS)))[None, :, None]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, SHARDS)))[None, None, :]
     return i, j, column
 
 
@@ -273,7 +273,7 @@ def _own_parts(
     FLOAT32: gl.constexpr,
     DTYPE: gl.constexpr,
     FP8: gl.constexpr,
-    PARTS: gl.constexpr,
+    SHARDS: gl.constexpr,
 ):
     """Norms and rotates the new token's heads of one key/value head of one row, writes its key and value into the
     caches at `newest`, and returns the queries as a right operand [128, 8] in DTYPE, with FP8 in float16.
@@ -288,13 +288,13 @@ def _own_parts(
     member = gl.arange(0, 8, gl.SliceLayout(0, _RIGHT))[None, :]
     real = (member < OWN) & (q_half < 64)
     q_half = _query_column(q_half, FP8)
-    KV_OF_PART: gl.constexpr = KV_HEADS // PARTS
-    first, own = row * ALL, head
-    if PARTS > 1:
-        part = head // KV_OF_PART
-        first, own = (part * COUNT + row) * (ALL // PARTS), head - part * KV_OF_PART
-    offsets = (first + own * OWN + member) * 128 + q_half
-    key_offset = (first + HEADS // PARTS + own) * 128
+    KV_OF_SHARD: gl.constexpr = KV_HEADS // SHARDS
+    before, kv_head = row * ALL, head
+    if SHARDS > 1:
+        shard = head // KV_OF_SHARD
+        before, kv_head = (shard * COUNT + row) * (ALL // SHARDS), head - shard * KV_OF_SHARD
+    offsets = (before + kv_head * OWN + member) * 128 + q_half
+    key_offset = (before + HEADS // SHARDS + kv_head) * 128
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
     k_rotation = _loaded(rotations, rotations + 64, row * 128 + half, ROTATES)
@@ -303,7 +303,7 @@ def _own_parts(
     q_norm = _loaded(q_weight, q_weight + 64, q_half, NORMS)
     k_low = _sum(partial_sums, key_offset + half, half < 64, stride, SPLITS, DTYPE)
     k_high = _sum(partial_sums, key_offset + 64 + half, half < 64, stride, SPLITS, DTYPE)
-    value = _sum(partial_sums, key_offset + KV_OF_PART * 128 + column, column < 128, stride, SPLITS, DTYPE)
+    value = _sum(partial_sums, key_offset + KV_OF_SHARD * 128 + column, column < 128, stride, SPLITS, DTYPE)
     q_low = _sum(partial_sums, offsets, real, stride, SPLITS, DTYPE)
     q_high = _sum(partial_sums, offsets + 64, real, stride, SPLITS, DTYPE)
 
@@ -354,7 +354,7 @@ def many_kernel(
     CAP: gl.constexpr,
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
+    SHARDS: gl.constexpr,
 ):
     """attended_kernel for head dim 128 and at most 8 query heads a key/value head, a warp a program. Grid: (KV_HEADS,
     COUNT).
@@ -435,7 +435,7 @@ def many_kernel(
             FLOAT32,
             DTYPE,
             FP8,
-            PARTS,
+            SHARDS,
         )
         tl.debug_barrier()  # the key and value are written before another thread copies them
         if before < STAGES - 1:

@@ -60,7 +60,7 @@ def _own_parts(
     DTYPE: tl.constexpr,
     MULTIPLIED: tl.constexpr,
     SHARES: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHARDS: tl.constexpr,
 ):
     """Norms and rotates the new token's heads of one key/value head of one row, and writes its key and value into the
     caches.
@@ -73,13 +73,13 @@ def _own_parts(
     stride: tl.constexpr = COUNT * ALL * DIM
     half, columns, members = tl.arange(0, HALF), tl.arange(0, DIM), tl.arange(0, GROUP)
     real = (members < OWN)[:, None] & (half < HALF)[None, :]
-    KV_OF_PART: tl.constexpr = KV_HEADS // PARTS
-    first, own = row * ALL, head
-    if PARTS > 1:
-        part = head // KV_OF_PART
-        first, own = (part * COUNT + row) * (ALL // PARTS), head - part * KV_OF_PART
-    offsets = (first + own * OWN + members)[:, None] * DIM + half[None, :]
-    key_offset = (first + HEADS // PARTS + own) * DIM
+    KV_OF_SHARD: tl.constexpr = KV_HEADS // SHARDS
+    before, kv_head = row * ALL, head
+    if SHARDS > 1:
+        shard = head // KV_OF_SHARD
+        before, kv_head = (shard * COUNT + row) * (ALL // SHARDS), head - shard * KV_OF_SHARD
+    offsets = (before + kv_head * OWN + members)[:, None] * DIM + half[None, :]
+    key_offset = (before + HEADS // SHARDS + kv_head) * DIM
 
     # All is read before anything that threads exchange, as a program waits for memory only once then.
     if sinks is None:
@@ -96,7 +96,7 @@ def _own_parts(
     q_high = _sum(partial_sums, offsets + HALF, real, stride, SPLITS, DTYPE)
     k_low = _sum(partial_sums, key_offset + half, half < HALF, stride, SPLITS, DTYPE)
     k_high = _sum(partial_sums, key_offset + HALF + half, half < HALF, stride, SPLITS, DTYPE)
-    value = _sum(partial_sums, key_offset + KV_OF_PART * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
+    value = _sum(partial_sums, key_offset + KV_OF_SHARD * DIM + columns, columns < DIM, stride, SPLITS, DTYPE)
 
     inverse = tl.rsqrt((tl.sum(q_low * q_low, 1) + tl.sum(q_high * q_high, 1)) / DIM + EPS)[:, None]
     q_low, q_high = _normed_and_rotated(
@@ -203,15 +203,15 @@ def attended_kernel(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     SHARES: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHARDS: tl.constexpr,
 ):
     """Attention of the query heads of one key/value head of one row; a row without a token gets 0. Grid: (KV_HEADS,
     COUNT, SHARES), where SHARES programs share a head, each reading every SHARES-th tile.
 
     The new token's key and value come from registers, as this kernel writes them.
 
-      partial_sums: [SPLITS, PARTS, COUNT, (HEADS + 2 KV_HEADS) / PARTS, DIM], of the new tokens' queries, keys and
-      values, each part of its own KV_HEADS / PARTS key/value heads.
+      partial_sums: [SPLITS, SHARDS, COUNT, (HEADS + 2 KV_HEADS) / SHARDS, DIM], of the new tokens' queries, keys and
+      values; a shard has those of KV_HEADS / SHARDS.
       q_weight, k_weight: [DIM], the norms' weights, if NORMS.
       rotations: float32[COUNT, DIM], cos then sin, if ROTATES; behind them, unless SHARES is 1, `arrived` of
       _added_shares.
@@ -283,7 +283,7 @@ def attended_kernel(
             DTYPE,
             MULTIPLIED,
             SHARES,
-            PARTS,
+            SHARDS,
         )
     # 0 in the first iteration. The addresses of own parts depend on it, so that the compiler does not compute them
     # before the loop, as it does with all that is the same in each iteration: they would take 40 registers to its end.
@@ -294,7 +294,7 @@ def attended_kernel(
                 q_low, q_high, top, total, acc = _own_parts(
                     partial_sums, q_weight, k_weight, rotations, sinks, keys, values, row + later, later, head, share,
                     position, newest, COUNT, HEADS, KV_HEADS, DIM, CAPACITY, SPLITS, NORMS, ROTATES, EPS, OFFSET,
-                    FLOAT32, SCALE, CAP, GROUP, DTYPE, MULTIPLIED, SHARES, PARTS,
+                    FLOAT32, SCALE, CAP, GROUP, DTYPE, MULTIPLIED, SHARES, SHARDS,
                 )  # fmt: skip
         tokens = begin + tl.arange(0, STEP)
         lines, written = cache + tokens[:, None] * DIM, (tokens < end)[:, None]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import one_order
 from jaxtune.pallas.decode.attention.cache import as_cached, written
+from jaxtune.pallas.decode.few_rows.shards import unsharded
 from jaxtune.pallas.gated import ACTIVATIONS, activated
 from jaxtune.pallas.normed_heads import normed
 from jaxtune.pallas.quant_matmul import quant_matmul
@@ -27,25 +28,9 @@ def each_product(x, weights, loras):
     return [_product(x, weight) for weight in weights]
 
 
-def joined(parts):
-    """[..., N, columns] of [..., parts, N, columns / parts]."""
-    *others, count, rows, part = parts.shape
-    return jnp.swapaxes(parts, -3, -2).reshape(*others, rows, count * part)
-
-
-def joined_heads(parts, kv_heads: int, dim: int):
-    """[splits, N, width], queries, keys and values side by side, of [splits, parts, N, width / parts], each part with
-    those of its own heads.
-    """
-    splits, count, rows, width = parts.shape
-    heads, kv = parts.reshape(splits, count, rows, width // dim, dim), kv_heads // count
-    kinds = jnp.split(heads, (width // dim - 2 * kv, width // dim - kv), axis=3)
-    return jnp.concatenate([joined(kind.reshape(splits, count, rows, -1)) for kind in kinds], axis=-1)
-
-
 def products(x, weights, loras=(), splits: int = 1):
     """[1, N, sum of out_i] in x's dtype; with `splits`, for one weight without an adapter, float32[splits, N, out]."""
-    x = x if x.ndim == 2 else joined(x)
+    x = x if x.ndim == 2 else unsharded(x)
     if splits == 1:
         return jnp.concatenate(each_product(x, weights, loras), axis=-1)[None]
     (weight,) = weights
@@ -105,7 +90,7 @@ def _sum(partial_sums, dtype):
 def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
     """As api.added_norm, or with `blocks` as api.added_norm_coded."""
     sums = _sum(partial_sums, x.dtype)
-    added = x + (sums if sums.ndim == 2 else joined(sums))
+    added = x + (sums if sums.ndim == 2 else unsharded(sums))
     out = normed(added, weight, eps, offset, float32)
     return (added, out) if blocks is None else (added, out, Coded.of(out, blocks))
 

@@ -8,13 +8,13 @@ partial sums adds them in order, and a row's bits depend on no other row.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas.decode.few_rows.shards import whole_shape
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.pallas.quant_matmul.few_sizes import ENOUGH, NUMBERS, fewest_splits, padded
 from jaxtune.pallas.quant_matmul.few_thin import MOST_RANK, gates_of, padded_rank
@@ -66,14 +66,8 @@ _SHALLOW = Tile(64, 64, 4, 6)
 _ODD_COLUMNS = 512
 
 
-def joined_shape(x) -> jax.ShapeDtypeStruct:
-    """Of x [N, in], or of [parts, N, in / parts], its columns in parts: of the whole, [N, in]."""
-    *parts, count, part = x.shape
-    return jax.ShapeDtypeStruct((count, math.prod(parts) * part), x.dtype)
-
-
-def reads_parts(x) -> bool:
-    """Whether a step of a product reads columns of one part of x alone, whatever the tile."""
+def reads_shards(x) -> bool:
+    """Whether a step of a product reads columns of one shard alone, whatever the tile."""
     return x.shape[-1] % _PLAIN.depth == 0
 
 
@@ -101,7 +95,7 @@ def rows_refusal(count: int, dtype, weights: Sequence, fewest: int = 1, most: in
 
 def products_refusal(x, weights: Sequence, loras: Sequence[LoraWeights | None], most: int = MOST_ROWS) -> str | None:
     """Why the kernels of products do not support a call on this GPU, or None."""
-    count, columns = joined_shape(x).shape
+    count, columns = whole_shape(x, 2).shape
     reason = rows_refusal(count, x.dtype, weights, most=most)
     if reason is not None:
         return reason
@@ -153,7 +147,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
     """
     from jaxtune.pallas.decode.few_rows import triton_kernels
 
-    (count, inner), padding = joined_shape(x).shape, 3 - len(weights)
+    (count, inner), padding = whole_shape(x, 2).shape, 3 - len(weights)
     tokens = min(padded(count), tile.tokens)
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
     rank = padded_rank(loras)
@@ -177,7 +171,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
         stages=stages,
         COUNT=count,
         INNER=inner,
-        PART=x.shape[-1],
+        SHARD=x.shape[-1],
         FIRST=sizes[0],
         SECOND=sizes[1],
         THIRD=sizes[2],
@@ -215,13 +209,13 @@ def product_tile(x, weights: Sequence, loras: Sequence[LoraWeights | None]) -> T
 
 def products(x, weights, loras=()):
     """As api.products, for one to three weights of 16 bits; only if `products_refusal` is None."""
-    return products_in(product_tile(joined_shape(x), weights, loras), one_order.is_exact(), x, weights, loras)
+    return products_in(product_tile(whole_shape(x, 2), weights, loras), one_order.is_exact(), x, weights, loras)
 
 
 def products_in(tile: Tile, in_one_order: bool, x, weights, loras=()):
     """`products` by programs of a tile, as one sum each if `in_one_order`."""
     width = sum(weight.shape[0] for weight in weights)
-    count, inner = joined_shape(x).shape
+    count, inner = whole_shape(x, 2).shape
     programs = width // tile.rows * -(-count // tile.tokens)
     divided = not (in_one_order or _undivided(count, loras, programs))
     splits = fewest_splits(inner // _depth(inner), programs) if divided else 1
@@ -300,7 +294,7 @@ def added_norm(x, partial_sums, weight, blocks=None, *, eps, offset, float32):
         stages=1,
         COUNT=count,
         SIZE=size,
-        PART=partial_sums.shape[-1],
+        SHARD=partial_sums.shape[-1],
         WIDTH=1 << (size - 1).bit_length(),
         SPLITS=partial_sums.shape[0],
         EPS=float(eps),

@@ -65,7 +65,7 @@ def product_kernel(
     out,
     COUNT: tl.constexpr,
     INNER: tl.constexpr,
-    PART: tl.constexpr,
+    SHARD: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
@@ -96,7 +96,7 @@ def product_kernel(
     so are W's product and that with B before they are added, unless in splits or a gated product, for which the
     registers do not suffice.
 
-      x: [INNER / PART, COUNT, PART] of 16 bits, its columns in parts of a multiple of DEPTH.
+      x: [INNER / SHARD, COUNT, SHARD] of 16 bits; SHARD: columns of a shard, a multiple of DEPTH.
       first_a, first_b, second_a, second_b, third_a, third_b: [its rank, INNER] and [rows, its rank] in x's dtype; None
       if RANK is 0.
       INNER: summed columns, a multiple of DEPTH (columns of a step) * SPLITS. STAGES: steps in flight.
@@ -142,9 +142,9 @@ def product_kernel(
     for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
         columns = step * DEPTH + tl.arange(0, DEPTH)
         x_columns = columns
-        if PART < INNER:
-            x_columns += step * DEPTH // PART * (COUNT - 1) * PART
-        x_tile = tl.load(x + tokens[None, :] * PART + x_columns[:, None], mask=real, other=0.0)
+        if SHARD < INNER:
+            x_columns += step * DEPTH // SHARD * (COUNT - 1) * SHARD
+        x_tile = tl.load(x + tokens[None, :] * SHARD + x_columns[:, None], mask=real, other=0.0)
         total = tl.dot(tl.load(weight + lines + columns[None, :], eviction_policy="evict_first"), x_tile, total)
         if ACTIVATION:
             up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), x_tile, up)
@@ -289,7 +289,7 @@ def added_norm_kernel(
     scales,
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
-    PART: tl.constexpr,
+    SHARD: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     EPS: tl.constexpr,
@@ -304,7 +304,7 @@ def added_norm_kernel(
     ROUNDS: normed in e4m3 too, as triton_parts.rounded_row writes it: codes, scales, BLOCK; else these are None.
 
       x, added, normed: [COUNT, SIZE]. weight: [SIZE], the norm's.
-      partial_sums: [SPLITS, SIZE / PART, COUNT, PART], their columns in parts.
+      partial_sums: [SPLITS, SIZE / SHARD, COUNT, SHARD]; SHARD: columns of a shard.
       WIDTH: SIZE as a power of two. EPS: added to the mean square.
       FLOAT32: 1: OFFSET is added to the weight, and only the product is rounded; 0: the normed numbers are, too.
     """
@@ -318,8 +318,8 @@ def added_norm_kernel(
     stream = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
     if SPLITS > 0:
         sums = offsets
-        if PART < SIZE:
-            sums = row * PART + columns + columns // PART * (COUNT - 1) * PART
+        if SHARD < SIZE:
+            sums = row * SHARD + columns + columns // SHARD * (COUNT - 1) * SHARD
         stream += _sum(partial_sums, sums, real, COUNT * SIZE, SPLITS, DTYPE)
         stream = stream.to(DTYPE).to(tl.float32)
         tl.store(added + offsets, stream.to(DTYPE), mask=real)
