@@ -10,6 +10,7 @@ lib: cuda_versions, of the loaded CUDA libraries; cuda_path, the folder of CUDA'
 Device: a type.
 clean_up: what JAX does at the end of a process, a seventh of a second and more.
 replace, in_row_order: other memory for an array that others refer to.
+read_by: the arguments that a derivative does not read, whose gradients are zero.
 """
 
 from collections.abc import Sequence
@@ -38,3 +39,11 @@ def replace(array, shards: Sequence[jax.Array]) -> None:
 def in_row_order(array) -> bool:
     """Whether its elements lie in memory as device_put places them."""
     return array.format.layout.major_to_minor == tuple(range(array.ndim))
+
+
+def read_by(pullback) -> list[bool]:
+    """For each leaf of the arguments of a function under jax.vjp, whether a result depends on it by a derivative."""
+    jaxpr, count = pullback.jaxpr, pullback.in_tree.num_leaves
+    end = len(jaxpr.invars) - len(jax.tree.leaves(pullback.structured_residuals))
+    read = {id(value) for equation in jaxpr.eqns for value in equation.invars} | set(map(id, jaxpr.outvars))
+    return [id(value) in read for value in jaxpr.invars[end - count : end]]

@@ -135,11 +135,11 @@ class Scaled:
 def test_functions_of_the_user_in_jaxtune_are_noticed(kept, monkeypatch):
     jaxtune.use_program_cache()
     assert [replaced(package) for package in kept_programs.COMPUTING] == [None] * 4
-    wrapped = functools.wraps(step.with_zeros)(lambda *args: scaled(*args))
+    wrapped = functools.wraps(step.kept_argument)(lambda *args: scaled(*args))
     forms = (scaled, jax.jit(scaled), functools.partial(scaled), jax.jit(functools.partial(scaled)), Scaled(), wrapped)
     forms += jax.custom_vjp(scaled), staticmethod(scaled), classmethod(jax.jit(scaled))
     forms += property(scaled), functools.cached_property(scaled)
-    for holder, name in ((step, "with_zeros"), (step.StepProgram, "update"), (FORMATS, "mine")):
+    for holder, name in ((step, "kept_argument"), (step.StepProgram, "update"), (FORMATS, "mine")):
         for form in forms:
             with monkeypatch.context() as patch:
                 patch.setitem(holder, name, form) if isinstance(holder, dict) else patch.setattr(holder, name, form)

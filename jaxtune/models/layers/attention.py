@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE, WIDE_ATTENTION_TIME
+from jaxtune.models.gradients import pulled_back
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import Normed, norm_of
@@ -423,5 +424,5 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
     )
     if sinks is None and not attention._normed_late:
         return None, (dquery, dkey, dvalue)
-    dtrainable, *dresiduals = pullback((dquery, dkey, dvalue, None if sinks is None else dsinks))
+    dtrainable, *dresiduals = pulled_back(pullback, (dquery, dkey, dvalue, None if sinks is None else dsinks))
     return dtrainable, tuple(dresiduals)

@@ -63,8 +63,8 @@ class Context:
 
 
 class Backward(Protocol):
-    """A segment's hand-written derivative, in place of jax.vjp of its `run`: (gradients of the trainable tensors, or
-    None; one gradient for each input).
+    """A segment's hand-written derivative, in place of jax.vjp of its `run`: (gradients of the trainable tensors,
+    None where they are zero; one gradient for each input).
 
       module_of: builds the segment's module (part or block) from trainable tensors.
       outputs: None for one that is not there, such as layer_output.

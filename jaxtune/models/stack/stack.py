@@ -25,6 +25,7 @@ from jax.core import Tracer
 from jax.lax import optimization_barrier
 
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.gradients import added, pulled_back, with_zeros
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, multiplications
 from jaxtune.models.linear import not_differentiated
@@ -237,15 +238,15 @@ def layer_backward(
                 else:
                     operands = low_rank_of(segment, segments, values), norms_apart.factors(segment, read)
                     pullback = pullbacks.get(segment.name) or pullback_of(segment, context, inputs, *operands)[1]
-                    dtrainable, *dinputs = pullback(doutputs)
-                if dtrainable is not None:
-                    total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
+                    dtrainable, *dinputs = pulled_back(pullback, doutputs)
+                total = added(total, dtrainable)
                 for name, value in finish(
                     stage, _differentiable(segment.reads, dinputs, names_without_gradient)
                 ).items():
                     gradients[name] = gradients[name] + value if name in gradients else value
                 total = norms_apart.added(segment, block_of, trainable, values | saved_inputs, gradients, total)
         dtaken = {name: gradients[name] for name in block.takes}
+        total = None if total is None else with_zeros(total, trainable)
         return total, gradients[LAYER_INPUT], dtaken, copies.arrays, collectives.gathered, collectives.scattered
 
 

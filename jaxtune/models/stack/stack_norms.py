@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import jax
 import jax.numpy as jnp
 
+from jaxtune.models.gradients import added, pulled_back
 from jaxtune.models.layers.block import Block
 from jaxtune.models.layers.places import connections_of
 from jaxtune.models.layers.segment import Segment, matrix_of
@@ -100,8 +101,8 @@ class NormsApart:
             with jax.named_scope(name):
                 pullback = jax.vjp(run, trainable, values[stream])[1]
                 dnormed = gradients.pop(name)
-                dtrainable, gradients[stream] = pullback(
-                    (gradients[stream], dnormed) if stream in gradients else dnormed
+                dnorm, gradients[stream] = pulled_back(
+                    pullback, (gradients[stream], dnormed) if stream in gradients else dnormed
                 )
-            total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
+            total = added(total, dnorm)
         return total

@@ -134,7 +134,8 @@ def _padded(array, axis):
 
 
 def _operand(array):
-    return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, kernel_dim(array.shape[-1]) - array.shape[-1])])
+    array, columns = _padded(array, 1), kernel_dim(array.shape[-1]) - array.shape[-1]
+    return jnp.pad(array, [(0, 0)] * 3 + [(0, columns)]) if columns else array
 
 
 def kernel_dim(dim: int) -> int:

@@ -270,7 +270,7 @@ class StepProgram:
             noise_key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _NOISE)
             noise = jax.random.fold_in(jax.random.fold_in(noise_key, state.step), micro_batch), self.noise_alpha
         if not self._reads_sums:
-            batch, sums = with_zeros(batch, sums)
+            batch, sums = kept_argument(batch, sums)
         runs = 0
 
         def scaled_loss(trainable, layer_sums):
@@ -293,10 +293,16 @@ class StepProgram:
             return total * state.loss_scale if self.scale_loss else total, (loss, count, aux, own_sums)
 
         # The layers' gradients are added to their sums layer by layer, and exist for one layer at a time.
-        layer_sums = sums.gradients.get("layers")
+        layer_sums = sums.gradients.get("layers") if self._reads_sums else None
         (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, layer_sums)
         with jax.named_scope("accumulate"):
-            total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
+            new = Sums(gradients, *measured)
+            if not self._reads_sums:
+                total = jax.tree.map(lambda sum, first: first.astype(sum.dtype), sums, new)
+                for name in self._largest:
+                    total.objective_sums[name] = jnp.maximum(total.objective_sums[name], 0.0)
+                return total
+            total = jax.tree.map(jnp.add, sums, new)
             for name in self._largest:
                 total.objective_sums[name] = jnp.maximum(sums.objective_sums[name], measured[-1][name])
             if layers is not None and runs:
@@ -544,13 +550,11 @@ def zeros_after(done, given, read: bool, waits: bool):
     return done, jax.tree.map(lambda array: jnp.full(array.shape, zero, array.dtype), given)
 
 
-def with_zeros(batch, sums):
-    """(batch, zeros like `sums`) for a step with one micro-batch. XLA drops the additions and writes gradients into the
-    donated memory of `sums`, where other values lie before (sums_memory.py). The free barrier keeps unread `sums` an
-    argument of the program.
+def kept_argument(batch, sums):
+    """(batch, sums) of a step with one micro-batch, which does not read `sums`: the free barrier keeps them an argument
+    of the program, whose memory XLA gives to the gradients and before to other values (sums_memory.py).
     """
-    batch, sums = optimization_barrier((batch, sums))
-    return batch, jax.tree.map(jnp.zeros_like, sums)
+    return optimization_barrier((batch, sums))
 
 
 def rounded_like(old, wide, seed: jax.Array, stream: int):
