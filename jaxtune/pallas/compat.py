@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -74,7 +76,6 @@ def triton_call(
     call = functools.partial(
         jax_triton.triton_call,
         kernel=kernel,
-        grid=grid,
         num_warps=warps,
         num_stages=stages,
         compute_capability=10 * capability[0] + capability[1],
@@ -83,7 +84,58 @@ def triton_call(
         **options,
         **constants,
     )
-    return meshes.on_each_device(call)(*arguments)
+    types = tuple(str(array.dtype) for array in (*arguments, *out_types))
+    key = (kernel, types, tuple(constants.items()), warps, stages, contract, capability)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
+    beside = _Grid(grid, key, functools.partial(_compile, functools.partial(call, grid=grid), shapes))
+    return meshes.on_each_device(functools.partial(call, grid=beside))(*arguments)
+
+
+def begin(program: jax.stages.Traced) -> None:
+    """Starts to compile the program's Triton kernels in threads, for which its lowering then waits. Alone it compiles
+    one after the other, and Triton's passes need no Python.
+    """
+    from jax.extend.core import jaxprs_in_params
+
+    jaxprs, seen = [program.jaxpr.jaxpr], set()
+    for jaxpr in jaxprs:
+        for equation in jaxpr.eqns:
+            if isinstance(grid := equation.params.get("grid"), _Grid):
+                grid.begin()
+            inner = [each for each in jaxprs_in_params(equation.params) if id(each) not in seen]
+            seen.update(map(id, inner))
+            jaxprs += inner
+
+
+_compilers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "triton")  # more would take Python's lock more often
+_begun: dict[Hashable, Future[None]] = {}  # of kernels, by all that decides them
+_begun_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """A call's grid, for which jax-triton asks when it lowers the call, before it looks for the kernel in its cache."""
+
+    sizes: tuple[int, ...]
+    key: Hashable = dataclasses.field(compare=False)  # of the kernel
+    compile: Callable[[], None] = dataclasses.field(compare=False)
+
+    def __call__(self, constants: Mapping[str, object]) -> tuple[int, ...]:
+        if (future := self.begin()) is not None:
+            future.exception()  # an error is the lowering's, which compiles what the cache lacks
+        return self.sizes
+
+    def begin(self) -> Future[None] | None:
+        """Starts to compile the kernel into jax-triton's cache, once for equal ones. None while the process ends."""
+        with _begun_lock, contextlib.suppress(RuntimeError):  # no thread starts any more
+            if self.key not in _begun:
+                _begun[self.key] = _compilers.submit(self.compile)
+        return _begun.get(self.key)
+
+
+def _compile(call: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Lowers a program of one call."""
+    jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 @functools.cache

@@ -37,7 +37,7 @@ import numpy as np
 from jaxtune.models.placement import partition
 from jaxtune.models.programs import ahead, described, room, surroundings
 from jaxtune.models.programs.compiling import compiled
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import compat, dispatch, gpu_kernel
 from jaxtune.system import processes, sources, timing, waiting
 from jaxtune.system.heap import uncollected
 from jaxtune.system.private_jax import config, core, pxla
@@ -90,7 +90,9 @@ class Request:
     def lowered(self) -> jax.stages.Lowered:
         with self.context():
             program = jax.jit(self.function, out_shardings=self.out_shardings, donate_argnums=self.donated)
-            return program.lower(*self.arguments)
+            traced = program.trace(*self.arguments)
+            compat.begin(traced)
+            return traced.lower()
 
     def key(self, digests: described.Digests) -> str | None:
         """Of all that decides the program; None if it cannot be described."""

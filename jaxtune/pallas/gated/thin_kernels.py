@@ -14,8 +14,9 @@ def _rounded(x, DTYPE: tl.constexpr):
     """Rounds float32 to DTYPE, two numbers an instruction."""
     if INTERPRETED or tl.float16 == DTYPE:
         return x.to(DTYPE)
-    two: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    return tl.inline_asm_elementwise(two, "=r,r,r", [x], tl.bfloat16, is_pure=False, pack=2)
+    else:  # Triton would type what follows a branch even where that returns
+        two: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return tl.inline_asm_elementwise(two, "=r,r,r", [x], tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit

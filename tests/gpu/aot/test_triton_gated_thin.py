@@ -20,10 +20,10 @@ CALL = 'custom_call_target="triton_kernel_call"'
 HOPPER = (9, 0)
 
 
-def arguments(size: int, rank: int, tokens: int = 4096, where=None):
+def arguments(size: int, rank: int, tokens: int = 4096, where=None, dtype=jnp.bfloat16):
     """(gate, up, dgated, dinner, a)."""
     shapes = [(tokens, size)] * 3 + [(tokens, rank), (rank, size)]
-    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where) for shape in shapes]
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape in shapes]
 
 
 def forward(gate, up, dgated, dinner, a):
@@ -81,6 +81,16 @@ def test_sums_stay_in_registers(run, size, rank, tmp_path):
         assert len(re.findall(rf"st\.global(?:\.[\w:]+)*\.v{width}\.b32", kernel.ptx)) >= 2
     # Nothing is divided, and nothing rounded to bfloat16 one by one.
     assert "ex2.approx.ftz" in kernel.ptx and not re.search(r"div\.|cvt\.rn\.bf16\.f32", kernel.ptx)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_float16_is_rounded_to_float16(run, tmp_path):
+    jax.clear_caches()
+    with dispatch.compile_for(HOPPER), recorded_calls() as calls:
+        jax.eval_shape(run, *arguments(2880, 8, dtype=jnp.float16))
+    [call] = calls
+    kernel = compile_call(call, HOPPER, tmp_path)
+    assert kernel.spilled_bytes == 0 and re.search(r"cvt\.rn\.f16", kernel.ptx) and "bf16" not in kernel.ptx
 
 
 def test_the_backward_writes_over_its_arguments():
