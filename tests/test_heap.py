@@ -89,6 +89,41 @@ for _ in range(2):
     assert printed(script) == ["True False", "True"] * 2
 
 
+@pytest.mark.parametrize("before", ["", "rest()", "with heap.frozen_heap(): pass"])
+def test_a_run_looks_only_at_what_is_younger_than_the_last_look(before):
+    """And again at all where none was asked for; a look freezes nothing."""
+    script = f"""
+{before}
+dead, dies = cycle(), thing()
+gc.disable()
+heap.settle()
+print(dead() is None, is_frozen(dies))
+late, old, dies = cycle(), weakref.ref(dies), None
+heap.settle()
+print(late() is not None)
+with heap.frozen_heap():
+    print(late() is None, old() is not None)
+dies = thing()
+gc.collect()
+old, dies = weakref.ref(dies), None
+with heap.frozen_heap():
+    print(old() is None)
+"""
+    assert printed(script) == ["True False", "True", "True True", "True"]
+
+
+def test_no_look_is_taken_at_the_heap_of_a_caller_who_freezes():
+    script = """
+gc.disable()
+of_user = [thing() for _ in range(10_000)]
+gc.freeze()
+dead = cycle()
+heap.settle()
+print(dead() is not None)
+"""
+    assert printed(script) == ["True"]
+
+
 def test_what_a_module_sets_while_it_is_imported_stays():
     """Nor does a process collect that never did."""
     script = """

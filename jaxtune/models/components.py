@@ -191,10 +191,15 @@ def followed(model: Decoder, plain: bool = True) -> dict[str, str]:
       plain: False leaves out linears and experts in the model's dtype beside quantised ones, for models whose files
         store them so.
     """
+    return format_and_followed(model, plain)[1]
+
+
+def format_and_followed(model: Decoder, plain: bool = True) -> tuple[str | None, dict[str, str]]:
+    """(common_format, followed), from one walk through the model."""
     model_word, words, exceptions = WORDS[jnp.dtype(model.dtype).name], _words(model), {}
     usual = _usual(word for _, word in words)
     for component, word in words:
         expected = usual if usual is not None and component.quantizable else model_word
         if word != expected and (plain or word != model_word):
             exceptions[component.name] = word
-    return exceptions
+    return usual, exceptions

@@ -136,9 +136,9 @@ def have_passed(calls: Sequence[Call]) -> bool:
 
 
 def begin_checks() -> None:
-    """Starts queued kernel checks in background threads. Call it once a program is lowered: checks trace in Python and
-    would slow lowering through the GIL (7 s instead of 4 for Qwen3-30B-A3B), but XLA needs no Python and takes longer
-    than they do.
+    """Starts queued kernel checks in background threads. Call it once all programs are lowered: checks trace in Python
+    and would slow lowering through the GIL (7 s instead of 4 for Qwen3-30B-A3B), but XLA needs no Python and takes
+    longer than they do.
     """
     with _first_use_lock:
         for check in _pending:

@@ -11,6 +11,7 @@ _SELDOM = 20_000
 _depth = 0  # how many contexts have been entered and not left
 _rests: tuple[int, int, int] | None = None  # the thresholds before `rest_while_importing`
 _frozen = 0  # objects that `imported` froze, and Python
+_settled = False  # whether `settle` has looked since the last `frozen_heap`
 
 
 def rest_while_importing() -> None:
@@ -47,20 +48,36 @@ def collect_seldom() -> None:
         gc.set_threshold(_SELDOM, *older)
 
 
+def _is_ours() -> bool:
+    """Whether no `frozen_heap` is entered, and the caller has frozen no objects, which Python counts one by one."""
+    return _depth == 0 and gc.get_freeze_count() <= (_frozen or _FROZEN_BY_PYTHON)
+
+
+def settle() -> None:
+    """For a thread that waits anyway: looks for garbage, a tenth of a second and more after tracing, so that the next
+    `frozen_heap` need only look at what is younger. Does nothing the second time.
+    """
+    global _settled
+    if not _settled and _is_ours():
+        gc.collect()
+        _settled = True
+
+
 @contextlib.contextmanager
 def frozen_heap():
     """A context whose garbage collections skip objects that exist at its start: after compiling several hundred
     thousand, which a full collection in a step would visit. Does nothing in a nested context, or if the caller has
     frozen objects.
     """
-    global _depth, _frozen
+    global _depth, _frozen, _settled
+    is_ours = _is_ours()
     _depth += 1
     try:
-        # The number of frozen objects is looked at last: Python counts them one by one.
-        if _depth > 1 or gc.get_freeze_count() > (_frozen or _FROZEN_BY_PYTHON):
+        if not is_ours:
             yield
             return
-        gc.collect()
+        gc.collect(1 if _settled else 2)
+        _settled = False
         gc.freeze()
         try:
             yield

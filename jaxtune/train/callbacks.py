@@ -58,8 +58,9 @@ class Callback:
         """After each step was dispatched, before its evaluations and saves; its metrics come later, to `stepped`."""
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """The metrics of each step (from 1), about one step after it was dispatched. Entries added to `metrics` go into
-        Trainer.history, and into metrics.jsonl if that logs the step; its speeds are means since its previous line.
+        """The metrics of each step (from 1), about one step after it was dispatched, those of a process's first before
+        the next is. Entries added to `metrics` go into Trainer.history, and into metrics.jsonl if that logs the step;
+        its speeds are means since its previous line.
         """
 
     def sampled(self, step: int, rollouts: Sequence[Rollout]) -> None:

@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of, with_end_tokens
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.placement import partition
-from jaxtune.system import host_memory, processes, shared_folders, timing
+from jaxtune.system import heap, host_memory, processes, shared_folders, timing
 from jaxtune.system.files import remove_temporary
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
@@ -368,7 +368,7 @@ class Trainer:
         # The config is written last, so that an error before leaves the folder free for another run.
         with monitor.planned("load", start) as line:
             pinned = self.planner.residual_host_bytes * len(self.engine.mesh.local_devices)
-            meanwhile = self._make_state if resumed is None else lambda: None
+            meanwhile = functools.partial(self._meanwhile, resumed is None)
             with progress.compiling(), pinned_pool.growing(pinned):
                 programs = self.engine.fit(self._first_shapes, start, progress.print, meanwhile)
             line["compile_seconds"] = monitor.uncounted_seconds()
@@ -390,9 +390,13 @@ class Trainer:
         self.model.drop_state()
         return self.model.first_shapes(self.engine)
 
-    def _make_state(self) -> None:
-        with phase("load", _LESS_LOADED):
-            self.model.make_state(self.engine)
+    def _meanwhile(self, is_new: bool) -> None:
+        """While threads compile or load. is_new: no checkpoint has the first state."""
+        if is_new:
+            with phase("load", _LESS_LOADED):
+                self.model.make_state(self.engine)
+        if not self.model.is_loading:  # loading takes Python's lock, too
+            heap.settle()
 
     def fill_references(self, sets, trainable, frozen, say=say, stepped: bool = False) -> None:
         """Fills in, in place, the reference's log-probabilities that PairDatasets lack; other sets and None are

@@ -17,6 +17,7 @@ from tiny import CONFIGS
 from tiny_models import adapted_model, tiny_model
 
 import jaxtune
+from jaxtune.models import components as model_components
 from jaxtune.models.components import common_format, components, follow, followed, stored_as
 from jaxtune.models.files.quant import dequantize
 from jaxtune.models.hf import Pretrained, model_from_config
@@ -114,6 +115,17 @@ def test_logits_in_float32_are_those_of_exact_products():
         follow(model, words)
         error = np.abs(np.asarray(model.logits(hidden), np.float64) - exact).max()
         assert bound / 1e4 < error < bound, words
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("word", [None, "nf4", "int8"])
+def test_one_walk_tells_format_and_map(word, plain, monkeypatch):
+    """A walk through 32 layers takes thirty milliseconds."""
+    model = stored_as(tiny_model("float32", **SIZES), {"lm_head": "bf16"}, word)
+    separate, walks, walk = (common_format(model), followed(model, plain)), [], model_components.components
+    monkeypatch.setattr(model_components, "components", lambda model: walks.append(model) or walk(model))
+    assert model_components.format_and_followed(model, plain) == separate == (word, {"lm_head": "bf16"})
+    assert len(walks) == 1
 
 
 @pytest.mark.full

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from jaxtune.models.files import transformers_import
 
@@ -190,3 +194,67 @@ def test_a_package_has_the_version_that_the_whole_list_gives():
                 next((name for name in names if name in of), of[0]) for of in (at_need[package], distributions)
             )
             assert metadata.version(chosen) == metadata.version(first), package
+
+
+def backend_of(kind: str, side: str, length: int | None) -> tokenizers.Tokenizer:
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "a", "b", "ab", " "])}
+    model = {
+        "BPE": lambda: models.BPE(vocab=vocabulary, merges=[("a", "b")], unk_token="<unk>"),
+        "WordLevel": lambda: models.WordLevel(vocab=vocabulary, unk_token="<unk>"),
+        "Unigram": lambda: models.Unigram([(token, -1.0) for token in vocabulary], unk_id=0),
+    }[kind]()
+    backend = tokenizers.Tokenizer(model)
+    if length is not None:
+        backend.enable_truncation(length)
+        backend.enable_padding(direction=side, length=length)
+    return backend
+
+
+@given(
+    st.sampled_from(["BPE", "WordLevel", "Unigram"]),
+    st.sampled_from(["left", "right"]),
+    st.none() | st.integers(1, 4),
+    st.lists(st.sampled_from(["<|x|>", "<pad>"]), unique=True),
+    st.text("ab \n<|x>", max_size=9),
+)
+def test_a_tokenizer_that_takes_a_backend_is_the_one_that_copies_it(kind, side, length, added, text):
+    from transformers import PreTrainedTokenizerFast
+
+    made = []
+    for context in (contextlib.nullcontext, transformers_import.uncopied):
+        backend = backend_of(kind, side, length)
+        backend.add_special_tokens(added)
+        with context():
+            made.append(PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>"))
+            takes = made[-1].backend_tokenizer is backend
+        assert takes is (context is transformers_import.uncopied)
+    copied, taken = made
+    assert taken.backend_tokenizer.to_str() == copied.backend_tokenizer.to_str() and repr(taken) == repr(copied)
+    assert taken(text).input_ids == copied(text).input_ids and taken.decode([1, 3]) == copied.decode([1, 3])
+
+
+def test_others_copy_as_always(monkeypatch):
+    """Other threads, other objects, whoever comes after an error, and another transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend, takes = backend_of("BPE", "left", None), []
+
+    def make() -> None:
+        takes.append(PreTrainedTokenizerFast(tokenizer_object=backend).backend_tokenizer is backend)
+
+    with pytest.raises(KeyError), transformers_import.uncopied():
+        with transformers_import.uncopied():  # as another thread's
+            make()
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        module = sys.modules[transformers_import._COPIES]
+        values = [[1], {"a": [2]}]
+        copies = module.copy.deepcopy(values)
+        assert copies == values and copies[0] is not values[0]
+        raise KeyError
+    make()
+    monkeypatch.setattr(transformers_import, "_COPIES", "transformers.of_another_version")
+    with transformers_import.uncopied():
+        make()
+    assert takes == [True, False, False, False]

@@ -33,7 +33,7 @@ from jaxtune.models.generation.adapters import Adapter
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.lora import without_adapter
 from jaxtune.models.programs import kept as kept_programs
-from jaxtune.models.programs import surroundings
+from jaxtune.models.programs import room, surroundings
 from jaxtune.models.programs.described import Digests, Undescribed, _Known, replaced
 from jaxtune.models.programs.kept import Function, Request, programs_of
 from jaxtune.pallas.formats import FORMATS
@@ -359,6 +359,28 @@ def test_work_meanwhile_is_done_before_the_last_program_is_there(kept, monkeypat
         monkeypatch.setattr(kept_programs, "_loaded", late(kept_programs._loaded))
     programs_of(requests, is_done.set)
     assert in_time == [True] * (2 if kept_ones != 1 else 1)
+
+
+@pytest.mark.parametrize("kept_ones", [0, 1, 2])
+def test_programs_are_asked_for_their_memory_by_the_threads_that_have_them_first(kept, monkeypatch, kept_ones):
+    """Two tenths of a second of a deep one, for which nothing else need wait."""
+    requests, asked = [request_of(), request_of(donated=(1,))], []
+    for request in requests[:kept_ones]:
+        programs_of([request])
+
+    class Noting(room.Secured):
+        def memory_analysis(self):
+            asked.append(threading.current_thread().name.partition("_")[0])
+            return super().memory_analysis()
+
+    monkeypatch.setattr(room, "is_limited", lambda devices: True)
+    monkeypatch.setattr(room, "Secured", Noting)
+    programs = programs_of(requests)
+    assert asked == ["compile"] * 2
+    plain = [request.lowered().compile().memory_analysis() for request in requests]
+    sizes = [(program.memory_analysis(), memory) for program, memory in zip(programs, plain, strict=True)]
+    assert all(a.temp_size_in_bytes == b.temp_size_in_bytes for a, b in sizes)
+    assert all(a.output_size_in_bytes == b.output_size_in_bytes > 0 for a, b in sizes)
 
 
 def test_programs_are_written_when_asked(kept, lowerings):

@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 from checks import shapes_of
 from flax import nnx
@@ -29,10 +30,11 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import Pretrained, from_pretrained
-from jaxtune.models.lora import get_peft_model, linears
+from jaxtune.models.lora import get_peft_model, linears, matrices
 from jaxtune.models.placement.streams import streamed_layers
 from jaxtune.models.programs import kept
 from jaxtune.models.registry import config_from_hf
+from jaxtune.system import heap
 from jaxtune.system.program_cache import use_program_cache
 from jaxtune.system.waiting import Handover
 from jaxtune.train import app
@@ -146,6 +148,44 @@ def test_a_run_makes_its_first_state_while_its_programs_compile(tmp_path, monkey
     monkeypatch.setattr(kept, "_compiled", late)
     Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(12))).train()
     assert in_time == [True, True]
+
+
+def test_while_programs_compile_garbage_is_looked_for_and_no_array_stays_that_the_first_step_would_have_freed(
+    tmp_path, monkeypatch
+):
+    """The first step looks only at what is younger than the look beside the last program."""
+    looks, counts, settle = [], [], heap.settle
+
+    def settling():
+        looks.append(len(counts))
+        settle()
+
+    def counting():
+        after_the_young = len(jax.live_arrays())
+        gc.collect()
+        counts.append((after_the_young, len(jax.live_arrays())))
+
+    monkeypatch.setattr(heap, "settle", settling)
+    monkeypatch.setattr(heap, "_is_ours", lambda: True)  # the tests themselves have frozen what they imported
+    monkeypatch.setattr(gc, "freeze", counting)
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+    gc.collect()  # what other tests left
+    Trainer(lora_model(), None, make_config(tmp_path, steps=1), dataset(documents(12)), keeps_model=False).train()
+    assert looks and set(looks) == {0}
+    assert [a == b for a, b in counts] == [True]
+
+
+@pytest.mark.parametrize("b", [0.0, 1.0])
+def test_whether_an_adapter_is_new_is_known_before_its_state_is_made(b, tmp_path, monkeypatch):
+    model, is_fresh, asked = lora_model(), trained_model._is_fresh, []
+    for _, matrix in matrices(model):
+        matrix.lora.b.set_value(jnp.full_like(matrix.lora.b[...], b))
+    monkeypatch.setattr(trained_model, "_is_fresh", lambda model: asked.append(1) or is_fresh(model))
+    trainer = Trainer(model, None, make_config(tmp_path), dataset(documents(12)))
+    trainer.model.make_state(trainer.engine)
+    assert len(asked) == 1 and not trainer.model.fresh
+    trainer.model.begin(trainer.engine, None)
+    assert len(asked) == 1 and trainer.model.fresh == (b == 0.0)
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxtune.models import values
 from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME
-from jaxtune.models.components import common_format, followed
+from jaxtune.models.components import format_and_followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
 from jaxtune.models.files.model_folder import read_json
@@ -73,9 +73,10 @@ class TrainedOver:
 
 
 def of_model(model: Decoder) -> TrainedOver:
+    load_in, precision = format_and_followed(model, plain=not _stored_so(model))
     return TrainedOver(
-        load_in=common_format(model),
-        precision=followed(model, plain=not _stored_so(model)),
+        load_in=load_in,
+        precision=precision,
         compute="fp8" if computes_in_fp8(model) else None,
         dtype=model.dtype,
         qat=None if (spec := qat_spec(model)) is None else recorded(model, spec),
@@ -169,14 +170,14 @@ def difference(over: TrainedOver, base: Decoder) -> str | None:
     if over.positions and over.positions != json.loads((base.source and base.source.positions) or "{}"):
         positions_text = ", ".join(f"{key} = {value}" for key, value in over.positions.items())
         return f"it was trained with {positions_text}, and this base has other positions"
-    base_format = common_format(base)
+    base_format, base_words = format_and_followed(base, plain=not _stored_so(base))
     compatible = over.load_in is None or (over.load_in in KEPT and base_format is None)  # decoded from the same codes
     if base_format != over.load_in and not (compatible and _stored_so(base)):
         recorded_form, base_form = (
             "not quantised" if word is None else FORMATS[word].title for word in (over.load_in, base_format)
         )
         return f"it was trained over weights {recorded_form}, and this base's are {base_form}"
-    recorded_words, base_words = over.words(base.dtype, base_format), followed(base, plain=not _stored_so(base))
+    recorded_words = over.words(base.dtype, base_format)
     names = sorted(
         name for name in recorded_words.keys() | base_words.keys() if recorded_words.get(name) != base_words.get(name)
     )

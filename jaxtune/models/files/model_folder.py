@@ -330,7 +330,8 @@ def load_tokenizer(folder: Path):
     try:
         with transformers_import.without_torch() as transformers, timing.phase("files", "tokenizer"):
             config = _class_config(folder)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+            with transformers_import.uncopied():
+                tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
             tokenizer("a")  # some faults appear only in use
     except Exception as error:  # the tokenizers library raises bare Exceptions
         for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
@@ -361,5 +362,5 @@ def _class_config(folder: Path) -> object:
 def _of_gguf(file: Path):
     from jaxtune.models.files import gguf_reading, gguf_tokens
 
-    with transformers_import.without_torch():
+    with transformers_import.without_torch(), transformers_import.uncopied():
         return gguf_tokens.tokenizer_of(str(file), gguf_reading.opened(file).fields)

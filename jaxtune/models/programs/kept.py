@@ -115,7 +115,7 @@ class Request:
 class _Fresh:
     """What compiling a program told about it."""
 
-    program: jax.stages.Compiled
+    program: jax.stages.Compiled | room.Secured
     executable: str | None  # JAX's key
     said: list[dispatch.Said]
     write: Callable[[], None] | None = None  # caches the executable; None: JAX has
@@ -135,8 +135,7 @@ def programs_of(
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
-    programs = map(_program_of, _built(requests, cache, meanwhile, later))
-    return [room.secured(program, request.devices) for program, request in zip(programs, requests, strict=True)]
+    return list(map(_program_of, _built(requests, cache, meanwhile, later)))
 
 
 def _built(
@@ -144,7 +143,7 @@ def _built(
     cache: ProgramCache | None,
     meanwhile: Callable[[], object] = lambda: None,
     later: Later | None = None,
-) -> list[jax.stages.Compiled | _Fresh]:
+) -> list[jax.stages.Compiled | room.Secured | _Fresh]:
     """Those without an entry are _Fresh, and kept."""
     with timing.phase("cached", "keys"):
         digests = described.Digests()
@@ -172,7 +171,7 @@ def _keep_all(fresh: Sequence[tuple[Request, str | None, _Fresh]], cache: Progra
             _keep(request, key, new, cache)
 
 
-def _program_of(done: jax.stages.Compiled | _Fresh) -> jax.stages.Compiled:
+def _program_of(done: jax.stages.Compiled | room.Secured | _Fresh) -> jax.stages.Compiled | room.Secured:
     return done.program if isinstance(done, _Fresh) else done
 
 
@@ -199,15 +198,16 @@ def _loaded_or_compiled(
     cache: ProgramCache | None,
     meanwhile: Callable[[], object],
     waits: bool,
-) -> list[jax.stages.Compiled | _Fresh]:
+) -> list[jax.stages.Compiled | room.Secured | _Fresh]:
     """waits: programs that are compiled are not written yet."""
     refused = dispatch.any_failed()  # its programs are not those of other starts
 
-    def loaded(request: Request, key: str | None) -> jax.stages.Compiled | None:
+    def loaded(request: Request, key: str | None) -> jax.stages.Compiled | room.Secured | None:
         if key is None or cache is None or refused:
             return None
         with timing.phase("cached", request.name):
-            return _loaded(request, key, cache)
+            program = _loaded(request, key, cache)
+            return None if program is None else room.secured(program, request.devices)
 
     pool = ThreadPoolExecutor(1 + min(2 * len(requests), _MOST_THREADS), "compile")
     try:
@@ -227,6 +227,7 @@ def _loaded_or_compiled(
                 with dispatch.overheard() as said:
                     lowered = request.lowered()
                 done.append(pool.submit(_compiled, request, lowered, said, cache if waits else None))
+        dispatch.begin_checks()  # which lowering asked for
         meanwhile()
         with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
             for future in done:
@@ -240,7 +241,6 @@ def _compiled(
     request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said], unwritten_in: ProgramCache | None
 ) -> _Fresh:
     """unwritten_in: the cache in which it is not written yet."""
-    dispatch.begin_checks()  # the checks that lowering asked for
     device = _local(request.devices)
     kernels = gpu_kernel.kernels_of(lowered) if device.platform == "gpu" else []
     writing = contextlib.nullcontext() if unwritten_in is None else unwritten()
@@ -249,10 +249,11 @@ def _compiled(
         began = time.perf_counter()
         with writing:
             program = compiled(lowered, request.options)
-    key = keys[-1] if keys else None
+    seconds, key = time.perf_counter() - began, keys[-1] if keys else None
+    secured = room.secured(program, request.devices)
     if unwritten_in is None or key is None or unwritten_in.has(key):
-        return _Fresh(program, key, said)
-    return _Fresh(program, key, said, functools.partial(write, key, request.name, program, time.perf_counter() - began))
+        return _Fresh(secured, key, said)
+    return _Fresh(secured, key, said, functools.partial(write, key, request.name, program, seconds))
 
 
 class Function:

@@ -194,8 +194,14 @@ class Secured:
 
 
 def secured(program: jax.stages.Compiled, devices: Sequence[Device]) -> jax.stages.Compiled | Secured:
-    """The program, for whose first launch `secure` makes room; itself on devices without a limit."""
-    return Secured(program, devices) if is_limited(devices) else program
+    """The program, for whose first launch `secure` makes room; itself on devices without a limit. Asks for its memory:
+    call it in the thread that compiled or loaded it.
+    """
+    if not is_limited(devices):
+        return program
+    program_in_room = Secured(program, devices)
+    program_in_room.memory_analysis()
+    return program_in_room
 
 
 def is_limited(devices: Sequence[Device]) -> bool:

@@ -22,7 +22,7 @@ from jaxtune.train.data.rendering.packaged import packaged_that_fit
 from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.templates import TrainOn, resolve_template, writes_today
 from jaxtune.train.data.rows.reading import Source, open_sources, read_rows
-from jaxtune.train.data.tokens.cache import Summary, cache_folder, cache_key, collect, open_or_build
+from jaxtune.train.data.tokens.cache import Summary, cache_folder, cache_key, collect, identities, open_or_build
 from jaxtune.train.data.tokens.chunks import Chunk
 from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.data.tokens.pictures import DocumentPictures
@@ -248,11 +248,13 @@ def prepare(
         encoded = encode_rows(rows, tokenizer, options, num_workers, poll)
         encoded = _with_progress(encoded, sources, max_rows)
         yield from _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
-        if identity() != key:  # the tokens stored under a key must come from the content that the key was computed of
+        if read() != content:  # the tokens stored under a key must come from the content that the key was computed of
             raise _changed_while_read(sources, template)
 
-    def identity() -> str | None:
-        """The cache key, or None; a template counts by its text, not its path."""
+    def read() -> tuple[list[str], dict[str, Any]] | None:
+        """What decides the tokens beside the tokenizer: rows and options; None for rows that cannot be cached. A
+        template counts by its text, not its path.
+        """
         key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
         if template is not None:
             texts = {resolve_template(tokenizer, template, tools): None for tools in (None, True)}
@@ -260,13 +262,16 @@ def prepare(
         if pictures is not None:  # the same relative paths name other pictures elsewhere
             folders = [folder for item in sources for folder in pictures.access(item.name).folders]
             key_options["folders"] = sorted({os.path.abspath(folder) for folder in folders})
-        return cache_key(sources, tokenizer, key_options)
+        rows = identities(sources)
+        return None if rows is None else (rows, key_options)
 
-    key = identity()
-    if key is None:
+    content = read()
+    if content is None:
         (documents, summary), cached = collect(chunks()), False
     else:
-        documents, summary, cached = open_or_build(cache_folder(cache_dir) / key, chunks, say)
+        rows, key_options = content
+        folder = cache_folder(cache_dir) / cache_key(rows, tokenizer, key_options)
+        documents, summary, cached = open_or_build(folder, chunks, say)
     _require_usable(documents, summary, tokenizer, options, vocab_size, sources)
     if pictures is not None:
         placed = documents.pictures or DocumentPictures.none(len(documents))

@@ -70,6 +70,7 @@ class TrainedModel:
         self.fresh = False
         self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
         self._early_state: TrainState | None = None  # of `make_state`
+        self._early_fresh: bool | None = None  # the same
         # frozen weights on the mesh, of a run that divides them beside a model that is kept, or in several processes
         self._divided: nnx.State | None = None
         self._hold(model)
@@ -185,14 +186,16 @@ class TrainedModel:
         return state, frozen
 
     def make_state(self, engine: Engine) -> None:
-        """Makes the first state of a new run, which `begin` then has, while programs compile: on one device, if it is
-        small and no thread loads weights any more.
+        """Makes the first state of a new run, which `begin` then has, while programs compile, and looks whether it is
+        `fresh`: on one device, if it is small and no thread loads weights any more.
         """
         if self._early_state is not None or self.is_loading or engine.mesh.size > 1 or engine.program.offload:
             return
         if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state_shapes(engine))) > _EARLY_BYTES:
             return
         self.take_weights()
+        if self._early_fresh is None:
+            self._early_fresh = _is_fresh(self.given)
         try:
             self._early_state = self._made_state(engine)
         except jax.errors.JaxRuntimeError as error:
@@ -325,7 +328,7 @@ class TrainedModel:
             frozen = self.placed_frozen(engine)  # before the sums leave a block free, as it may make transposed codes
             return resumed, engine.first_sums(resumed), frozen
         self.take_weights()
-        self.fresh = _is_fresh(self.given)
+        self.fresh = _is_fresh(self.given) if self._early_fresh is None else self._early_fresh
         state, frozen = self._first(engine)
         # The given tensors are freed before the sums are made, so that the sums take their place. Otherwise the step's
         # temporary buffer, which is a single block, may find no room although enough bytes are free.

@@ -17,7 +17,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import jax
 
 from jaxtune.conversations import dates
-from jaxtune.models.components import common_format, followed
+from jaxtune.models.components import format_and_followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8
 from jaxtune.models.lora import adapter_settings, gives_adapter
@@ -418,14 +418,13 @@ def model_sections(
         plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
         adapter = AdapterConfig(**plain)
     stored_so = model.source is not None and "quantization_config" in json.loads(model.source.config)
-    load_in, usual = model_config.load_in, common_format(model)
+    load_in, (usual, words) = model_config.load_in, format_and_followed(model, plain=not stored_so)
     if usual is None:
         load_in = None
     elif load_in is None and (usual in KEPT or not stored_so) and not precision.components:
         load_in = usual
     compute: Literal["fp8"] | None = "fp8" if computes_in_fp8(model) else None
     sections = ModelSections(model=dataclasses.replace(model_config, load_in=load_in, compute=compute), adapter=adapter)
-    words = followed(model, plain=not stored_so)
     if not precision.components and words:
         sections["precision"] = words | {REST: precision.computes_in}
     return sections

@@ -95,8 +95,8 @@ class MonitoredRun:
 
 
 class Monitor:
-    """Fetches the metrics of each step one step late, so that nothing waits; logs and shows them, passes them to
-    callbacks, and applies the guards.
+    """Fetches the metrics of each step one step late, so that nothing waits, but of the first step at once (Run); logs
+    and shows them, passes them to callbacks, and applies the guards.
 
     The run's clock starts when it is made. Call `step_dispatched` after each dispatched step, and do longer work
     between steps within `pause`.

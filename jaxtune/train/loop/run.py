@@ -214,7 +214,7 @@ class Run:
                     else:
                         sums = engine.accumulate(at(step), sums, state, frozen, micro_batches[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
-                    jax.copy_to_host_async(latest)  # which is read a step later
+                    jax.copy_to_host_async(latest)  # which is read a step later, the first step's at once
                 work.done = steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
@@ -277,7 +277,10 @@ class Run:
             monitor.step_dispatched(step, latest, counts)
             rows.dispatched(step)
             monitor.news(step)
-            return self._between(steps_done, evaluate, saver, state)
+            stopped = self._between(steps_done, evaluate, saver, state)
+            if not monitor.seconds:  # somebody waits for the first step's line; dispatching the next takes a while
+                monitor.flush()
+            return stopped
 
         if not monitor.callbacks:
             return between()

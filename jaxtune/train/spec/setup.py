@@ -44,11 +44,11 @@ def engine_of(spec: RunSpec, rows: RunRows, model: TrainedModel, trains: bool) -
     ConfigError if devices cannot share a micro-batch's rows; PlanError if nothing fits;
     ValueError if the GPU is refused, the mesh does not fit the devices, or the host is too small for optimizer states.
     """
-    programs, config = step_programs(spec, rows, model), spec.config
-    mesh_config, why = mesh_of(spec.step, lambda: model.prepared)
+    programs, config, prepared = step_programs(spec, rows, model), spec.config, model.prepared
+    mesh_config, why = mesh_of(spec.step, lambda: prepared)
     mesh = partition.make_mesh(*mesh_config.sizes)
     step, device = spec.step.on(mesh_config, mesh.size), mesh.local_devices[0]
-    planner = Planner(model.prepared, step, device, why) if trains else ForwardPlanner(model.prepared, step, device)
+    planner = Planner(prepared, step, device, why) if trains else ForwardPlanner(prepared, step, device)
     held_out, qat_start = rows.held_out and rows.held_out.rows, config.qat.start if config.qat else 0
     of_config = (config.deterministic, qat_start, config_to_dict(config))
     return Engine(*programs, planner, mesh, rows.batches, held_out, *of_config)
@@ -58,8 +58,8 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
     """(step's program, None), or with qat.start above 0 (with rounded weights, before that). Engine fills in plan and
     mesh. ValueError if a coefficient has no loss.
     """
-    config, rule = spec.config, spec.update
-    rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
+    config, rule, prepared = spec.config, spec.update, model.prepared
+    rates = [matrix.lora.rate for _, matrix in matrices(prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
     weights = weight_storage(config.optim.weights, config.computes_in, size)
     program = StepProgram(
@@ -75,7 +75,7 @@ def step_programs(spec: RunSpec, rows: RunRows, model: TrainedModel) -> tuple[St
         dropout=any(rate > 0 for rate in rates),
         scale_loss=config.computes_in == "fp16",
         weights=weights,
-        aux_losses=aux_losses(config.loss_coefficients, model.prepared),
+        aux_losses=aux_losses(config.loss_coefficients, prepared),
         bound=rule.bound,
         # The many small tensors of adapters are updated in one program, which is faster.
         by_tensor=rule.bound is not None and not has_adapter(model.given),
