@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.extend import core
 from tiny_models import adapted_model, golden_model
 
-from jaxtune.models.gradients import added, pulled_back, with_zeros
+from jaxtune.models.layers.gradients import added, pulled_back, with_zeros
 from jaxtune.models.stack.stack import run_stack
 
 

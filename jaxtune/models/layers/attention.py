@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtune.models import initial
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE, WIDE_ATTENTION_TIME
-from jaxtune.models.gradients import pulled_back
+from jaxtune.models.layers.gradients import pulled_back
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import Normed, norm_of

@@ -25,8 +25,8 @@ from jax.core import Tracer
 from jax.lax import optimization_barrier
 
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.gradients import added, pulled_back, with_zeros
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
+from jaxtune.models.layers.gradients import added, pulled_back, with_zeros
 from jaxtune.models.layers.segment import Context, Segment, multiplications
 from jaxtune.models.linear import not_differentiated
 from jaxtune.models.placement.collectives import CollectiveSchedule

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxtune.models.gradients import added, pulled_back
 from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.gradients import added, pulled_back
 from jaxtune.models.layers.places import connections_of
 from jaxtune.models.layers.segment import Segment, matrix_of
 from jaxtune.models.linear import Linear
