@@ -117,12 +117,12 @@ class _Grid:
     """A call's grid, for which jax-triton asks when it lowers the call, before it looks for the kernel in its cache."""
 
     sizes: tuple[int, ...]
-    key: Hashable = dataclasses.field(compare=False)  # of the kernel
-    compile: Callable[[], None] = dataclasses.field(compare=False)
+    key: Hashable = dataclasses.field(compare=False, repr=False)  # of the kernel
+    compile: Callable[[], None] = dataclasses.field(compare=False, repr=False)
 
     def __call__(self, constants: Mapping[str, object]) -> tuple[int, ...]:
         if (future := self.begin()) is not None:
-            future.exception()  # an error is the lowering's, which compiles what the cache lacks
+            future.result()
         return self.sizes
 
     def begin(self) -> Future[None] | None:
@@ -134,8 +134,9 @@ class _Grid:
 
 
 def _compile(call: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Lowers a program of one call."""
-    jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
+    """Lowers a program of one call. An error is the lowering's of the program, which compiles what the cache lacks."""
+    with contextlib.suppress(Exception):
+        jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 @functools.cache

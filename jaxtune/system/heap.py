@@ -11,7 +11,7 @@ _SELDOM = 20_000
 _depth = 0  # how many contexts have been entered and not left
 _rests: tuple[int, int, int] | None = None  # the thresholds before `rest_while_importing`
 _frozen = 0  # objects that `imported` froze, and Python
-_settled = False  # whether `settle` has looked since the last `frozen_heap`
+_looked: int | None = None  # `_promotions` at the last `settle`; None: a look at all is due
 
 
 def rest_while_importing() -> None:
@@ -53,14 +53,25 @@ def _is_ours() -> bool:
     return _depth == 0 and gc.get_freeze_count() <= (_frozen or _FROZEN_BY_PYTHON)
 
 
+def _promotions() -> int:
+    """Collections after which an object may be of the oldest generation."""
+    return sum(generation["collections"] for generation in gc.get_stats()[1:])
+
+
 def settle() -> None:
     """For a thread that waits anyway: looks for garbage, a tenth of a second and more after tracing, so that the next
-    `frozen_heap` need only look at what is younger. Does nothing the second time.
+    `frozen_heap` need only look at what is younger.
     """
-    global _settled
-    if not _settled and _is_ours():
+    global _looked
+    if _looked != _promotions() and _is_ours():
         gc.collect()
-        _settled = True
+        _looked = _promotions()
+
+
+def unsettle() -> None:
+    """At the start of a run: what an earlier one left may be of the oldest generation."""
+    global _looked
+    _looked = None
 
 
 @contextlib.contextmanager
@@ -69,15 +80,15 @@ def frozen_heap():
     thousand, which a full collection in a step would visit. Does nothing in a nested context, or if the caller has
     frozen objects.
     """
-    global _depth, _frozen, _settled
+    global _depth, _frozen, _looked
     is_ours = _is_ours()
     _depth += 1
     try:
         if not is_ours:
             yield
             return
-        gc.collect(1 if _settled else 2)
-        _settled = False
+        gc.collect(1 if _looked == _promotions() else 2)
+        _looked = None
         gc.freeze()
         try:
             yield

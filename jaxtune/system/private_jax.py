@@ -10,7 +10,7 @@ lib: cuda_versions, of the loaded CUDA libraries; cuda_path, the folder of CUDA'
 Device: a type.
 clean_up: what JAX does at the end of a process, a seventh of a second and more.
 replace, in_row_order: other memory for an array that others refer to.
-read_by: the arguments that a derivative does not read, whose gradients are zero.
+read_by: the arguments that a derivative reads; gradients of others are zero.
 """
 
 from collections.abc import Sequence

@@ -361,6 +361,7 @@ class Trainer:
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Leaves[Sums], Any]:
         """Compiles until a plan fits, waits for weights, writes the config: (programs, state, sums, frozen)."""
+        heap.unsettle()
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known

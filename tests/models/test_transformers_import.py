@@ -220,15 +220,15 @@ def backend_of(kind: str, side: str, length: int | None) -> tokenizers.Tokenizer
 def test_a_tokenizer_that_takes_a_backend_is_the_one_that_copies_it(kind, side, length, added, text):
     from transformers import PreTrainedTokenizerFast
 
-    made = []
+    both = []
     for context in (contextlib.nullcontext, transformers_import.uncopied):
         backend = backend_of(kind, side, length)
         backend.add_special_tokens(added)
         with context():
-            made.append(PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>"))
-            takes = made[-1].backend_tokenizer is backend
+            both.append(PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>"))
+            takes = both[-1].backend_tokenizer is backend
         assert takes is (context is transformers_import.uncopied)
-    copied, taken = made
+    copied, taken = both
     assert taken.backend_tokenizer.to_str() == copied.backend_tokenizer.to_str() and repr(taken) == repr(copied)
     assert taken(text).input_ids == copied(text).input_ids and taken.decode([1, 3]) == copied.decode([1, 3])
 

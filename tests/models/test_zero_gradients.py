@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jax.extend import core
 from tiny_models import adapted_model, golden_model
 
-from jaxtune.models.layers.gradients import added, pulled_back, with_zeros
+from jaxtune.models.layers.gradients import added, pulled_back, with_zeros, zeros_of_read
+from jaxtune.models.stack.residual_plan import KEEP, RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.models.stack.stack import run_stack
 
 
@@ -26,6 +27,13 @@ def programs_in(jaxpr, name: str) -> Iterator:
             if equation.params.get("name") == name:
                 yield inner
             yield from programs_in(inner, name)
+
+
+def all_in(jaxprs) -> Iterator:
+    """And those within."""
+    for jaxpr in jaxprs:
+        yield jaxpr
+        yield from all_in(inner for equation in jaxpr.eqns for inner in core.jaxprs_in_params(equation.params))
 
 
 def zeros_added(jaxpr, shapes: set[tuple[int, ...]]) -> int:
@@ -47,27 +55,29 @@ def zeros_added(jaxpr, shapes: set[tuple[int, ...]]) -> int:
     return count
 
 
-def backwards_of(model) -> tuple[list, set[tuple[int, ...]]]:
-    """(the traced backwards of a model's layers, the shapes of what trains in them)"""
+def backwards_of(model, plan: LayerPlan, tile: int | None = None) -> tuple[list, set[tuple[int, ...]]]:
+    """(the traced backwards of a model's layers and the loops in them, the shapes of what trains)"""
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-    shape = (1, 8)
+    shape, plans = (1, 8), ResidualPlan.uniform(plan, len(model.layers), tile)
 
     def total(trainable, x):
         model = nnx.merge(graph, trainable, frozen)
-        return run_stack(model.layers, model.config.layers, x, model.layout(shape))[0].sum()
+        return run_stack(model.layers, model.config.layers, x, model.layout(shape), plans)[0].sum()
 
     x = jnp.ones((*shape, model.config.hidden_size))
     traced = jax.make_jaxpr(jax.grad(total, (0, 1)))(trainable, x).jaxpr
-    return list(programs_in(traced, "layer_backward")), {leaf.shape for leaf in jax.tree.leaves(trainable["layers"])}
+    shapes = {leaf.shape for leaf in jax.tree.leaves(trainable["layers"])}
+    return [*all_in(programs_in(traced, "layer_backward"))], shapes
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", ["o_proj"]], ids=["all weights", "adapters", "an adapter"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "qwen3_moe", "gpt_oss", "qwen3_next"])
-def test_a_layers_backward_adds_no_zeros(name, targets):
+@pytest.mark.parametrize("plan", [(KEEP,), (RECOMPUTE,), (RECOMPUTE, 4)], ids=["keep", "recompute", "tiles"])
+def test_a_layers_backward_adds_no_zeros(name, targets, plan):
     model = golden_model(name)
     if targets is not None:
         model = adapted_model(model, r=2, target_modules=targets)
-    programs, shapes = backwards_of(model)
+    programs, shapes = backwards_of(model, *plan)
     assert programs
     assert [zeros_added(program, shapes) for program in programs] == [0] * len(programs)
 
@@ -105,6 +115,10 @@ def test_what_a_derivative_does_not_read_has_none(read, inputs, jitted, data):
         for name, is_read in zip(tensors, reads, strict=True):
             np.testing.assert_array_equal(first[name] if is_read else 0.0 * whole[0][name], whole[0][name])
         jax.tree.map(np.testing.assert_array_equal, of_values, list(whole[1:]))
+        zeros = zeros_of_read(run, tensors, *(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values))
+        assert {name: np.asarray(zero).tolist() for name, zero in zeros.items() if zero is not None} == {
+            name: [0.0] * 3 for name, is_read in zip(tensors, reads, strict=True) if is_read
+        }
         trees.append((first, whole[0]))
     (first, whole), (second, whole_second) = trees
     total = with_zeros(added(first, second), tensors)

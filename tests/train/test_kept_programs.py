@@ -381,6 +381,9 @@ def test_programs_are_asked_for_their_memory_by_the_threads_that_have_them_first
     sizes = [(program.memory_analysis(), memory) for program, memory in zip(programs, plain, strict=True)]
     assert all(a.temp_size_in_bytes == b.temp_size_in_bytes for a, b in sizes)
     assert all(a.output_size_in_bytes == b.output_size_in_bytes > 0 for a, b in sizes)
+    function, x = Function(jnp.sin, 0), jnp.ones(3)
+    kept_programs.prepare([function.call(x)])
+    assert not isinstance(function.program(x), room.Secured)  # which any thread may call
 
 
 def test_programs_are_written_when_asked(kept, lowerings):

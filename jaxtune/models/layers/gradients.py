@@ -21,6 +21,19 @@ def pulled_back(pullback: Callable, gradients) -> tuple:
     return first, *others
 
 
+def zeros_of_read(function: Callable, tensors, *shapes):
+    """Zeros for the tensors, its first argument, that the function reads, and None for others; only traced."""
+    leaves, structure = jax.tree.flatten(tensors)
+    read: list[bool] = []
+
+    def look(*values):
+        read.extend(private_jax.read_by(jax.vjp(function, tensors, *values)[1])[: len(leaves)])
+
+    jax.eval_shape(look, *shapes)
+    pairs = zip(leaves, read, strict=True)
+    return structure.unflatten([jnp.zeros_like(leaf) if is_read else None for leaf, is_read in pairs])
+
+
 def added(total, more):
     """The sum of two trees of gradients, in which None is zero."""
     if total is None or more is None:
@@ -31,7 +44,7 @@ def added(total, more):
 
 
 def with_zeros(total, tensors):
-    """Gradients with zeros for None. tensors: those that they are of."""
+    """The gradients of `tensors` with zeros for None."""
     return jax.tree.map(
         lambda gradient, tensor: jnp.zeros_like(tensor) if gradient is None else gradient,
         total,

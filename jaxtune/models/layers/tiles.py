@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtune.models.layers.gradients import added, pulled_back, zeros_of_read
 from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 
@@ -73,13 +74,17 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     def backward(module_of, trainable, context: Context, inputs, outputs, gradients):
         del outputs
 
+        def output_tile(trainable, *pieces):
+            return whole(module_of(trainable), context, *pieces)
+
         def gradient_tiles(total, doutput, *pieces):
             pieces = pieces[len(other_zeros) :]
-            _, pullback = jax.vjp(lambda t, *pieces: whole(module_of(t), context, *pieces), trainable, *pieces)
-            dtrainable, *dpieces = pullback(doutput)
-            return jax.tree.map(jnp.add, total, dtrainable), (dpieces[-1], *dpieces[:-1])
+            dtrainable, *dpieces = pulled_back(jax.vjp(output_tile, trainable, *pieces)[1], doutput)
+            return added(total, dtrainable), (dpieces[-1], *dpieces[:-1])
 
-        zeros, *other_zeros = jax.tree.map(jnp.zeros_like, (trainable, *inputs[:-1]))
+        shapes = [jax.ShapeDtypeStruct((x.shape[0], tile, *x.shape[2:]), x.dtype) for x in inputs]
+        zeros = zeros_of_read(output_tile, trainable, *shapes)
+        other_zeros = jax.tree.map(jnp.zeros_like, inputs[:-1])
         total, (dlast, *dothers) = _over_tiles(gradient_tiles, zeros, (gradients[0], *other_zeros), inputs, tile)
         return total, (*dothers, dlast)
 

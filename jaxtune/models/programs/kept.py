@@ -115,18 +115,19 @@ class Request:
 class _Fresh:
     """What compiling a program told about it."""
 
-    program: jax.stages.Compiled | room.Secured
+    program: Program
     executable: str | None  # JAX's key
     said: list[dispatch.Said]
     write: Callable[[], None] | None = None  # caches the executable; None: JAX has
 
 
 type Later = list[Callable[[], None]]
+type Program = jax.stages.Compiled | room.Secured
 
 
 def programs_of(
     requests: Sequence[Request], meanwhile: Callable[[], object] = lambda: None, later: Later | None = None
-) -> list[jax.stages.Compiled | room.Secured]:
+) -> list[Program]:
     """The compiled programs: kept ones are loaded in threads; others are lowered one by one, the slowest should come
     first, and compiled in threads meanwhile, then kept. Again without a kernel that fails its check.
 
@@ -135,7 +136,7 @@ def programs_of(
     """
     with timing.phase("cached", "keys"):
         cache = cache_of_programs()
-    return list(map(_program_of, _built(requests, cache, meanwhile, later)))
+    return list(map(_program_of, _built(requests, cache, meanwhile, later, room.secured)))
 
 
 def _built(
@@ -143,13 +144,14 @@ def _built(
     cache: ProgramCache | None,
     meanwhile: Callable[[], object] = lambda: None,
     later: Later | None = None,
-) -> list[jax.stages.Compiled | room.Secured | _Fresh]:
-    """Those without an entry are _Fresh, and kept."""
+    in_room: Callable[[jax.stages.Compiled, tuple], Program] = lambda program, devices: program,
+) -> list[Program | _Fresh]:
+    """Those without an entry are _Fresh, and kept. in_room: called in the thread that loaded or compiled a program."""
     with timing.phase("cached", "keys"):
         digests = described.Digests()
         keys = [None if cache is None else request.key(digests) for request in requests]
     waits = cache is not None and later is not None
-    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache, meanwhile, waits))
+    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache, meanwhile, waits, in_room))
     if cache is not None:
         built = zip(requests, keys, done, strict=True)
         fresh = [(request, key, new) for request, key, new in built if isinstance(new, _Fresh)]
@@ -171,7 +173,7 @@ def _keep_all(fresh: Sequence[tuple[Request, str | None, _Fresh]], cache: Progra
             _keep(request, key, new, cache)
 
 
-def _program_of(done: jax.stages.Compiled | room.Secured | _Fresh) -> jax.stages.Compiled | room.Secured:
+def _program_of(done: Program | _Fresh) -> Program:
     return done.program if isinstance(done, _Fresh) else done
 
 
@@ -198,16 +200,17 @@ def _loaded_or_compiled(
     cache: ProgramCache | None,
     meanwhile: Callable[[], object],
     waits: bool,
-) -> list[jax.stages.Compiled | room.Secured | _Fresh]:
+    in_room: Callable[[jax.stages.Compiled, tuple], Program],
+) -> list[Program | _Fresh]:
     """waits: programs that are compiled are not written yet."""
     refused = dispatch.any_failed()  # its programs are not those of other starts
 
-    def loaded(request: Request, key: str | None) -> jax.stages.Compiled | room.Secured | None:
+    def loaded(request: Request, key: str | None) -> Program | None:
         if key is None or cache is None or refused:
             return None
         with timing.phase("cached", request.name):
             program = _loaded(request, key, cache)
-            return None if program is None else room.secured(program, request.devices)
+            return None if program is None else in_room(program, request.devices)
 
     pool = ThreadPoolExecutor(1 + min(2 * len(requests), _MOST_THREADS), "compile")
     try:
@@ -226,7 +229,7 @@ def _loaded_or_compiled(
                     continue
                 with dispatch.overheard() as said:
                     lowered = request.lowered()
-                done.append(pool.submit(_compiled, request, lowered, said, cache if waits else None))
+                done.append(pool.submit(_compiled, request, lowered, said, cache if waits else None, in_room))
         dispatch.begin_checks()  # which lowering asked for
         meanwhile()
         with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
@@ -238,7 +241,11 @@ def _loaded_or_compiled(
 
 
 def _compiled(
-    request: Request, lowered: jax.stages.Lowered, said: list[dispatch.Said], unwritten_in: ProgramCache | None
+    request: Request,
+    lowered: jax.stages.Lowered,
+    said: list[dispatch.Said],
+    unwritten_in: ProgramCache | None,
+    in_room: Callable[[jax.stages.Compiled, tuple], Program],
 ) -> _Fresh:
     """unwritten_in: the cache in which it is not written yet."""
     device = _local(request.devices)
@@ -250,10 +257,10 @@ def _compiled(
         with writing:
             program = compiled(lowered, request.options)
     seconds, key = time.perf_counter() - began, keys[-1] if keys else None
-    secured = room.secured(program, request.devices)
+    placed = in_room(program, request.devices)
     if unwritten_in is None or key is None or unwritten_in.has(key):
-        return _Fresh(secured, key, said)
-    return _Fresh(secured, key, said, functools.partial(write, key, request.name, program, seconds))
+        return _Fresh(placed, key, said)
+    return _Fresh(placed, key, said, functools.partial(write, key, request.name, program, seconds))
 
 
 class Function:

@@ -70,7 +70,7 @@ class TrainedModel:
         self.fresh = False
         self._state_shapes: tuple[object, object, TrainState] | None = None  # with what they follow from
         self._early_state: TrainState | None = None  # of `make_state`
-        self._early_fresh: bool | None = None  # the same
+        self._early_fresh: bool | None = None  # `fresh`, by `make_state`
         # frozen weights on the mesh, of a run that divides them beside a model that is kept, or in several processes
         self._divided: nnx.State | None = None
         self._hold(model)

@@ -292,7 +292,7 @@ class StepProgram:
                 aux = count * aux
             return total * state.loss_scale if self.scale_loss else total, (loss, count, aux, own_sums)
 
-        # The layers' gradients are added to their sums layer by layer, and exist for one layer at a time.
+        # Of several micro-batches the layers' gradients are added to their sums layer by layer, and exist for one.
         layer_sums = sums.gradients.get("layers") if self._reads_sums else None
         (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, layer_sums)
         with jax.named_scope("accumulate"):
@@ -319,7 +319,8 @@ class StepProgram:
                 f"{type(self.objective).__name__}.loss returned the sums {sorted(own_sums)}, but its `sums` declares "
                 f"{self.objective.sums}: they must be the same"
             )
-        return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own_sums.items()}
+        sums = {name: jnp.asarray(value, jnp.float32) for name, value in own_sums.items()}
+        return loss, jnp.asarray(count, jnp.float32), sums
 
     def total(self, sums: Sums, state: TrainState) -> tuple[Sums, dict[str, list[jax.Array]]]:
         """(sums over all devices, without the leading axis; new errors of a quantised sync, else {})."""

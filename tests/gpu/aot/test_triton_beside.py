@@ -129,8 +129,7 @@ def test_a_kernel_that_does_not_compile_fails_the_lowering_with_its_own_words(mo
         shapes = arguments(4096, 2880, 16)
         program = jax.jit(forward_and_backward("silu")).trace(*shapes)
         compat.begin(program)
-        errors = [future.exception() for future in compat._begun.values()]
-        assert [str(error) for error in errors] == ["TTIR->TTGIR pass failed!"] * 4
+        assert [future.result() for future in compat._begun.values()] == [None] * 4
         with pytest.raises(ValueError, match=r"^TTIR->TTGIR pass failed!$"):
             program.lower()
         monkeypatch.undo()
