@@ -419,7 +419,7 @@ def test_a_run_writes_its_programs_after_its_first_step(kept, lowerings, tmp_pat
     """Also one of a single step, and one that fails in it."""
     pending = Pending()
     run_with(pending, tmp_path / "first", steps=4)
-    assert pending.counts == [1, 1, 0, 0] and len(lowerings) == 2
+    assert pending.counts[:2] == [1, 1] and not pending.trainer.engine._unwritten and len(lowerings) == 2
     for number, (fails, steps) in enumerate(((1, 4), (0, 1))):
         changes = dict(steps=steps, optim=OptimConfig(learning_rate=1e-3 * (2 + number)))
         pending = Pending(fails)
@@ -428,6 +428,33 @@ def test_a_run_writes_its_programs_after_its_first_step(kept, lowerings, tmp_pat
         lowered = len(lowerings)
         run_with(Pending(), tmp_path / f"{number} again", **changes)
         assert pending.counts == [1] and len(lowerings) == lowered
+
+
+def test_no_step_waits_for_programs_that_are_written(kept, lowerings, tmp_path, monkeypatch):
+    """But the end of the run, also one that fails."""
+    keep_all, in_time, last = kept_programs._keep_all, [], threading.Event()
+
+    class Last(Pending):
+        def between(self, moment):
+            if moment.step == 4:
+                last.set()
+            super().between(moment)
+
+    def late(*arguments):
+        in_time.append(last.wait(30))
+        time.sleep(0.2)
+        keep_all(*arguments)
+
+    monkeypatch.setattr(kept_programs, "_keep_all", late)
+    for number, fails in enumerate((0, 4)):
+        last.clear()
+        changes = dict(steps=4, optim=OptimConfig(learning_rate=1e-3 * (5 + number)))
+        with pytest.raises(RuntimeError, match="of the user") if fails else contextlib.nullcontext():
+            run_with(Last(fails), tmp_path / f"{number}", **changes)
+        lowered = len(lowerings)
+        run_with(Pending(), tmp_path / f"{number} again", **changes)
+        assert len(lowerings) == lowered
+    assert in_time == [True] * 2
 
 
 DAMAGES = {

@@ -10,6 +10,7 @@ import functools
 import time
 import types
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -115,6 +116,7 @@ class Engine:
         self._asked_graphs: bool | None = settings.get("whole_graphs")
         self._offloads, self._held_out = program.offload, held_out
         self._unwritten: Later | None = None
+        self._writing: Future[None] | None = None
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
             planner.skip_known_failures(KnownFailures(self._facts(planner, settings)))
@@ -258,12 +260,27 @@ class Engine:
     # ---- compiling
 
     def write_later(self) -> None:
-        """Programs that are compiled from now on are cached by `write_programs`: for a deep one that takes seconds with
-        Python's lock, which its first step need not wait for.
+        """Programs that are compiled from now on are cached by `write_beside` or `write_programs`: for a deep one that
+        takes seconds, some with Python's lock, which its first step need not wait for.
         """
         self._unwritten = []
 
+    def write_beside(self) -> None:
+        """Begins to write them in a thread, so that the next steps need not wait either."""
+        if self._unwritten and self._writing is None:
+            pool = ThreadPoolExecutor(1, "programs")
+            self._writing = pool.submit(self._write)
+            pool.shutdown(wait=False)
+
     def write_programs(self) -> None:
+        """All are written when it returns."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with timing.phase("wait", "programs"):
+                writing.result()
+        self._write()
+
+    def _write(self) -> None:
         with timing.phase("save", "programs"):
             while self._unwritten:
                 self._unwritten.pop(0)()

@@ -219,7 +219,7 @@ class Run:
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
                 if step == start + 1:  # the first step's numbers are out, and the device has another
-                    engine.write_programs()
+                    engine.write_beside()
                 if tracing and (
                     steps_done - start == self.profile.start + self.profile.steps or steps_done == self.total_steps
                 ):
