@@ -102,7 +102,7 @@ def begin(program: jax.stages.Traced) -> None:
         for equation in jaxpr.eqns:
             if isinstance(grid := equation.params.get("grid"), _Grid):
                 grid.begin()
-            inner = [each for each in jaxprs_in_params(equation.params) if id(each) not in seen]
+            inner = [body for body in jaxprs_in_params(equation.params) if id(body) not in seen]
             seen.update(map(id, inner))
             jaxprs += inner
 

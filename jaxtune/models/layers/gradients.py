@@ -14,11 +14,11 @@ def pulled_back(pullback: Callable, gradients) -> tuple:
     """A jax.vjp's gradients of each argument, with None for tensors of the first that it does not read: zeros would be
     added, and a barrier between would hide from XLA that they are.
     """
-    first, *others = pullback(gradients)
+    first, *of_inputs = pullback(gradients)
     leaves, structure = jax.tree.flatten(first)
     read = private_jax.read_by(pullback)[: len(leaves)]
     first = structure.unflatten([leaf if is_read else None for leaf, is_read in zip(leaves, read, strict=True)])
-    return first, *others
+    return first, *of_inputs
 
 
 def zeros_of_read(function: Callable, tensors, *shapes):

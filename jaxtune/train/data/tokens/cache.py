@@ -422,8 +422,8 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
 
 def identities(sources: Iterable[Source]) -> list[str] | None:
     """Those of files or data sets, in order, which are read; None if one has none. Raises OSError."""
-    each = [source.identity for source in sources]
-    return None if None in each else [identity() for identity in each if identity is not None]
+    readers = [source.identity for source in sources]
+    return None if None in readers else [identity() for identity in readers if identity is not None]
 
 
 def cache_key(rows: Iterable[str], tokenizer: Any, options: dict[str, Any]) -> str:
