@@ -21,10 +21,13 @@ def streamed_layers(level: int, layers: int) -> list[int]:
 
 
 def declared(variable: nnx.Variable, value: object, hosted: bool) -> nnx.Variable:
-    """The variable with another value, which streams from the host or does not."""
-    if hosted == _is_hosted(variable):
-        return variable.replace(value)
-    return variable.replace(value, memory_kind=PINNED if hosted else None)
+    """The variable with another value, which streams from the host or does not: then it is one that never did."""
+    if hosted:
+        return variable.replace(value, memory_kind=PINNED)
+    resident = variable.replace(value)
+    if resident.has_metadata("memory_kind"):
+        resident.del_metadata("memory_kind")
+    return resident
 
 
 def memory_kinds(variable: object) -> list[str | None]:

@@ -31,7 +31,7 @@ from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.planning.movables import MOVABLES
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.program.leaves import Leaves
+from jaxtune.train.program.leaves import Leaves, differences
 from jaxtune.train.program.step import Sums, TrainState
 
 _EARLY_BYTES = 1 << 30  # of a state that is made beside compiling, which needs memory to time algorithms
@@ -326,14 +326,25 @@ class TrainedModel:
                 resumed, opt_state=optimizer_offload.moved(resumed.opt_state, where.opt_state)
             )
             frozen = self.placed_frozen(engine)  # before the sums leave a block free, as it may make transposed codes
+            self._require_as_compiled(engine, resumed, frozen)
             return resumed, engine.first_sums(resumed), frozen
         self.take_weights()
         self.fresh = _is_fresh(self.given) if self._early_fresh is None else self._early_fresh
         state, frozen = self._first(engine)
+        self._require_as_compiled(engine, state, frozen)
         # The given tensors are freed before the sums are made, so that the sums take their place. Otherwise the step's
         # temporary buffer, which is a single block, may find no room although enough bytes are free.
         self.free_given()
         return state, engine.first_sums(state), frozen
+
+    def _require_as_compiled(self, engine: Engine, state: TrainState, frozen: nnx.State) -> None:
+        """RuntimeError if what a step is given is not what its programs were compiled for (`first_shapes`)."""
+        shapes, _, frozen_shapes = self.first_shapes(engine)
+        if lines := [*differences(shapes, state), *differences(frozen_shapes, frozen)]:
+            raise RuntimeError(
+                f"{len(lines)} tensors are not as the step's programs were compiled for them, a fault of jaxtune "
+                f'(memory.plan = "recompute" may avoid it): {"; ".join(lines[:3])}'
+            )
 
     def free_given(self) -> None:
         """`release` without keeps_model. For when the run has copied the trained tensors, or before it reads a

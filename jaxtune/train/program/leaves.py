@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, KeyPath, keystr
 
@@ -155,3 +156,25 @@ def over_leaves(function: Callable[..., object], *trees: type, stacked: bool = F
         return tuple(map(flat, results)) if isinstance(results, tuple) else flat(results)
 
     return wrapped
+
+
+def differences(ahead: object, real: object) -> list[str]:
+    """Where arrays are not as shapes said ahead: a line with its path for each variable or array whose metadata, tree,
+    shapes, dtypes or shardings differ.
+    """
+    described = _described(ahead), _described(real)
+    return [
+        f"{path}: {' and '.join(str(form.get(path, 'absent')) for form in described)}"
+        for path in dict.fromkeys([*described[0], *described[1]])
+        if described[0].get(path) != described[1].get(path)
+    ]
+
+
+def _described(tree: object) -> dict[str, object]:
+    def described(leaf: object) -> object:
+        of_variable = {**leaf.get_metadata()} if isinstance(leaf, nnx.Variable) else {}
+        arrays, structure = jax.tree.flatten(leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf)
+        return of_variable, structure, [(array.shape, array.dtype, array.sharding) for array in arrays]
+
+    with_paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    return {keystr(path, simple=True, separator="."): described(leaf) for path, leaf in with_paths}
