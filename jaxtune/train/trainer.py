@@ -246,9 +246,10 @@ class Trainer:
             with logger, progress_bar as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
                 saver = Saver(checkpointer, self.spec.checkpoint, start, self._meta, monitor, stop)
-                state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
+                handed = Handover(resumed)  # who keeps what a step is given keeps it twice
+                del resumed
+                state, self.steps_done = self._run(handed, start, saver, monitor, stop)
             self.unsaved = None if saver.failed is None else str(saver.failed)
-            del resumed
             trainable = state.trainable
             del state  # frees the optimizer's states, which are not needed any more
             trainable, self.best = saver.best.weights(trainable, say)
@@ -324,9 +325,12 @@ class Trainer:
             ),
         )
 
-    def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
-        """Compiles and makes the steps: (last state, steps done); a complete run makes a missing
-        evaluation alone. Interrupted before the steps, TrainingInterrupted in them, TrainingStopped by a guard.
+    def _run(
+        self, handed: Handover[TrainState | None], start: int, saver, monitor: Monitor, stop
+    ) -> tuple[TrainState, int]:
+        """Compiles and makes the steps: (last state, steps done); a complete run makes a missing evaluation alone.
+        handed: a checkpoint's state. Interrupted before the steps, TrainingInterrupted in them, TrainingStopped by a
+        guard.
         """
         config = self.config
         traced = self.profile_steps if processes.first() else 0
@@ -339,6 +343,7 @@ class Trainer:
         saver.best.resume(self.output, start, rows)
         of_run = (self.engine, monitor, saver, self.total_steps, self.spec.evaluation, due)
         run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.model.sampling, self.answers)
+        resumed = handed.take()
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config_to_dict(config))
@@ -350,12 +355,18 @@ class Trainer:
             return resumed, start
         if lacking := profile.lacking(self.total_steps - start):
             monitor.progress.print(lacking)
-        with stop.at_once():
-            programs, state, sums, frozen = self._start(resumed, start, monitor)
+        handed = Handover(resumed)
         del resumed
-        state, sums = self.engine.flat(state, sums)
-        state, steps = run.steps(programs, state, sums, Leaves.of(frozen), start)
+        state, steps = run.steps(*self._begun(handed, start, monitor, stop), start)
         return state.tree, steps
+
+    def _begun(
+        self, handed: Handover[TrainState | None], start: int, monitor: Monitor, stop
+    ) -> tuple[Programs, Leaves[TrainState], Leaves[Sums], Leaves[Any]]:
+        """What the steps take, which nobody else then has."""
+        with stop.at_once():
+            programs, state, sums, frozen = self._start(handed.take(), start, monitor)
+        return programs, *self.engine.flat(state, sums), Leaves.of(frozen)
 
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor

@@ -40,7 +40,8 @@ from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import in_use
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import MeshConfig, OptimConfig, ScheduleConfig
+from jaxtune.train.config import CheckpointConfig, MeshConfig, OptimConfig, ScheduleConfig
+from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program import step
 from jaxtune.train.trainer import Trainer
@@ -746,3 +747,11 @@ def test_no_import_changes_a_key():
     command = [sys.executable, "-c", _IMPORTS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr
+
+
+def test_a_run_that_samples_writes_its_programs_at_a_save(kept, lowerings, tmp_path, monkeypatch):
+    """Sampling would wait for Python's lock."""
+    monkeypatch.setattr(BatchSource, "needs_model", True)
+    pending = Pending()
+    run_with(pending, tmp_path, steps=5, checkpoint=CheckpointConfig(every_steps=3, every_minutes=None))
+    assert pending.counts == [1, 1, 1, 0, 0]

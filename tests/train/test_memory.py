@@ -818,6 +818,8 @@ def test_predicted_stands_beside_measured():
         "plan: peak 23.10 GB predicted, 23.50 measured; 15,900 tokens/s predicted, 16,190 measured"
     ]
     assert measured_lines(plan, H200, [], 23_500_000_000) == ["plan: peak 23.10 GB predicted, 23.50 measured"]
+    [line] = measured_lines(plan, H200, [], 23_500_000_000, in_steps=False)
+    assert line == "plan: peak 23.10 GB predicted, at most 23.50 measured"  # XLA took as much to choose products
     assert measured_lines(plan, find_device("cpu"), [1.0], 1) == []
 
 

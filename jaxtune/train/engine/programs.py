@@ -265,9 +265,14 @@ class Engine:
         """
         self._unwritten = []
 
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether compiled programs are not cached yet, and no thread writes them."""
+        return bool(self._unwritten) and self._writing is None
+
     def write_beside(self) -> None:
         """Begins to write them in a thread, so that the next steps need not wait either."""
-        if self._unwritten and self._writing is None:
+        if self.has_unwritten:
             pool = ThreadPoolExecutor(1, "programs")
             self._writing = pool.submit(self._write)
             pool.shutdown(wait=False)

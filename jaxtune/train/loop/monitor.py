@@ -133,6 +133,7 @@ class Monitor:
         self._looked_at = 0  # steps by which _idle was reduced
         self.seconds: list[float] = []  # seconds of each step
         self._measured = False  # whether the plan's prediction was compared with them
+        self._peak_before = 0  # bytes of device memory at the peak of loading and compiling
         self._unraised: BaseException | None = None  # of a step that another thread took
         self._raised_in: types.TracebackType | None = None  # that error's traceback
         self._finished, self._clock = finished, clock
@@ -228,6 +229,10 @@ class Monitor:
         for text in self.run.batches.news():
             self.progress.print(text)
 
+    def begin_steps(self) -> None:
+        """Of loading and compiling, whose peak of memory is not the steps'."""
+        self._peak_before = memory_peak_bytes()
+
     def flush(self) -> None:
         """Waits for all dispatched steps, processes them and waits until their lines are written; may raise
         TrainingStopped. Any thread may call it, and the callbacks' one raises later what another has raised.
@@ -318,7 +323,8 @@ class Monitor:
             self._measured = True
             planner = self.run.planner
             seconds = [] if self.run.batches.needs_model else self.seconds[1:]
-            for text in measured_lines(planner.forecast, planner.device, seconds, line["peak_memory_bytes"]):
+            peak = line["peak_memory_bytes"]
+            for text in measured_lines(planner.forecast, planner.device, seconds, peak, peak > self._peak_before):
                 self.progress.print(text)
         self._guard(step, loss, norm, values, line)
         if norms is not None and values["finite"] and norm > 0.0:

@@ -181,6 +181,7 @@ class Run:
 
         if self.evaluation_due:
             evaluate(start)
+        monitor.begin_steps()
         # Of the save and the plot at the end; the first step waits for the device meanwhile.
         early_import.begin_modules(*["orbax.checkpoint"] * saver.enabled, "matplotlib.backends.backend_agg")
         tracing, steps_done = False, start
@@ -218,7 +219,9 @@ class Run:
                 work.done = steps_done = step + 1
 
                 stopped = self._dispatched(step, latest, counts, rows, evaluate, state)
-                if step == start + 1:  # the first step's numbers are out, and the device has another
+                # The first step's numbers are out, and the device has another. Sampling is the host's work, and
+                # would wait for Python's lock: such a run writes them in a pause, or at its end.
+                if step == start + 1 and not engine.batches.needs_model:
                     engine.write_beside()
                 if tracing and (
                     steps_done - start == self.profile.start + self.profile.steps or steps_done == self.total_steps
@@ -227,6 +230,9 @@ class Run:
                         m.try_optional("the profile", trace.close)
                     tracing = False
                 saver.after_step(steps_done, state, last=steps_done == self.total_steps)
+                if engine.has_unwritten and saver.saved == steps_done:
+                    with monitor.pause("compile", steps_done):
+                        engine.write_programs()
                 if steps_done == self.total_steps or stopped:
                     saver.flush(steps_done, state)
                 if self.evaluation.between(steps_done) and steps_done < self.total_steps:

@@ -106,14 +106,18 @@ def pass_lines(plan: StepPlan, costs: StepCost, device: Device, rows: Mapping[st
     ]
 
 
-def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
+def measured_lines(
+    forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int, in_steps: bool = True
+) -> list[str]:
     """The plan's prediction beside the measured peak and the median step; [] on a CPU.
 
-    step_seconds: without the first step's; none where other work, as sampling, is within them.
+    step_seconds: without the first step's; none where other work, as sampling, is within them. in_steps: whether the
+    peak is theirs: choosing products, XLA takes what is free.
     """
     if device.name == "cpu":
         return []
-    line = f"plan: peak {forecast.peak_bytes / 1e9:.2f} GB predicted, {peak_bytes / 1e9:.2f} measured"
+    bound = "" if in_steps else "at most "
+    line = f"plan: peak {forecast.peak_bytes / 1e9:.2f} GB predicted, {bound}{peak_bytes / 1e9:.2f} measured"
     if step_seconds:
         measured = forecast.tokens / statistics.median(step_seconds)
         line += f"; {forecast.tokens_per_second:,.0f} tokens/s predicted, {measured:,.0f} measured"
