@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base quickstart-picture-base quick test golden parity aot full gpu-test llama-cpp lint types clean
+.PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base quickstart-picture-base quick test golden parity aot full gpu-test card llama-cpp lint types clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ GPU_PY ?= python3
 gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. \
 	  $(GPU_PY) -m pytest -q -m gpu tests/pallas tests/train/test_adam8_kernel.py tests/models/test_families.py $(PYTEST_ARGS)
+
+card:  ## on a GPU, in nine minutes: what people do by default, with forecasts and rates; writes benchmarks/results/card.json
+	$(GPU_PY) -m benchmarks.card
 
 llama-cpp:  ## greedy text of exported GGUF files in llama.cpp itself (built from source once, about 20 minutes)
 	@sh scripts/setup_env.sh .venv-llama-cpp
