@@ -20,7 +20,8 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.loading import AdapterFolder
 from jaxtune.serve.readers import Readers
-from tests.serve.running import ask, engine_of, events, served_models, serving, wait_until
+from tests.patience import wait_until
+from tests.serve.running import ask, engine_of, events, served_models, serving
 
 PLAIN, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
