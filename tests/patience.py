@@ -10,22 +10,30 @@ from collections.abc import Callable, Iterator
 SECONDS = 600.0
 
 
+def until() -> float:
+    """When to give up, by time.monotonic()."""
+    return time.monotonic() + SECONDS
+
+
 def wait_until(
     true: Callable[[], object],
     goes_on: Callable[[], object] = lambda: True,
     told: Callable[[], object] = lambda: "",
 ) -> None:
     """Waits until `true()`, as long as `goes_on()`: whether that can still come. told: what a failure tells."""
-    until = time.monotonic() + SECONDS
-    while not true():
-        assert goes_on(), ("it ended before it became true", told())
-        assert time.monotonic() < until, ("it never became true", told())
+    end = until()
+    while True:
+        may_come = goes_on()  # before the look, or it may end in between
+        if true():
+            return
+        assert may_come, ("it ended before it became true", told())
+        assert time.monotonic() < end, ("it never became true", told())
         time.sleep(0.01)
 
 
-def nested(*seconds: float) -> bool:
-    """Whether times are in order of which each was measured within the next."""
-    return sorted(seconds) == [*seconds]
+def in_order(*times: float) -> bool:
+    """Whether readings of a clock are in order, or times of which each was measured within the next."""
+    return sorted(times) == [*times]
 
 
 class Sleep:
@@ -44,8 +52,8 @@ class Sleep:
 
     def pieces(self) -> Iterator[None]:
         """Between short sleeps, so that Python code runs."""
-        until = time.monotonic() + SECONDS
-        while time.monotonic() < until:
+        end = until()
+        while time.monotonic() < end:
             yield time.sleep(0.01)
         self.over = True
 

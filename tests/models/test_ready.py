@@ -259,8 +259,11 @@ def test_deterministic_rows_run_in_programs_of_their_own_length(model, patient):
 
 
 def test_the_thread_ends_with_its_sampler(model, monkeypatch):
+    before = {*threading.enumerate()}
+
     def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "compiles beside"]
+        new = {*threading.enumerate()} - before
+        return [thread for thread in new if thread.name == "compiles beside"]
 
     monkeypatch.setattr(ready, "prepare", lambda calls: None)
     closed = made(model)
