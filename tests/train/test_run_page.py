@@ -189,7 +189,7 @@ def browser():
 def opened(browser, tmp_path, address, *options):
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     command = [browser, *flags, f"--user-data-dir={tmp_path / 'user'}", *options, address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.SECONDS0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

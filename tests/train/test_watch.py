@@ -100,7 +100,7 @@ def test_a_browser_shows_the_runs_over_each_other(port, tmp_path):
         "--virtual-time-budget=3000",
         f"http://127.0.0.1:{port}/",
     ]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=patience.SECONDS0, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=patience.SECONDS, check=True).stdout
     assert "<title>watch - jaxtune</title>" in dom  # the script in the settings did not run
     assert dom.count('<section class="run">') == 3 and dom.count("<figure") == 4 and dom.count('class="curve"') == 8
     assert all(f"plan of the {name}" in dom for name in ("first", "second")) and "This run has not started" in dom
