@@ -92,7 +92,7 @@ def text_of(response: bytes, stream: bool) -> str | int | None:
     if not stream:
         return json.loads(body)["choices"][0]["text"]
     text = ""
-    for line in body.decode().split("\r\n"):  # chunks of HTTP: a size, and an event
+    for line in body.decode().replace("\r\n", "\n").split("\n"):  # chunks of HTTP: a size, and events
         if line.startswith("data: {"):
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
