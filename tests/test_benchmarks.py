@@ -31,6 +31,7 @@ from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.placement import partition
 from jaxtune.train.config.file import load_config
+from tests import patience
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {
@@ -306,7 +307,7 @@ def test_a_phase_of_a_life_is_recorded_with_what_it_took(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.record.driver_bytes", lambda: 80e9)
     made = {"name": "qlora-8b", "cap_bytes": 12e9, "phases": {}}
     call = cards.Call(
-        cards.LIVES["qlora-8b"], tmp_path, tmp_path, time.monotonic() + 100, made, tmp_path / "cards.json", "abc"
+        cards.LIVES["qlora-8b"], tmp_path, tmp_path, patience.until(), made, tmp_path / "cards.json", "abc"
     )
     assert call.environment("train")["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.150000"
     assert call.run("evaluate", ["--version"])

@@ -325,14 +325,17 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
         ),
     ],
 )
-def test_info_on_kernels_of_a_gpu(capability, whole, packed, capsys):
-    from jaxtune.pallas import dispatch
+@pytest.mark.parametrize("has_triton", [False, True])
+def test_info_on_kernels_of_a_gpu(capability, whole, packed, has_triton, capsys, monkeypatch):
+    from jaxtune.pallas import compat, dispatch
 
+    monkeypatch.setattr(compat, "_has_jax_triton", lambda: has_triton)
     with dispatch.compile_for(capability):
         found = kernels(capsys)
     assert [" ".join(line.split()) for line in found[0].splitlines()[1:3]] == whole
     assert [" ".join(line.split()) for line in found[1].splitlines()[1:3]] == packed
-    assert " ".join(found[1].split()[-2:]) == ("reference chosen" if capability == (8, 0) else "not needed")
+    none = capability == (8, 0) and not has_triton
+    assert " ".join(found[1].split()[-2:]) == ("reference chosen" if none else "not needed")
 
 
 def tiny_model():

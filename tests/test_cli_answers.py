@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -19,6 +18,7 @@ import jaxtune
 from jaxtune import cli
 from jaxtune.commands import answers
 from jaxtune.system import files
+from tests import patience
 from tests.test_cli import tiny_model, word_tokenizer
 
 TEMPLATE = "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w8{% endif %}"
@@ -129,10 +129,7 @@ def test_a_kill_leaves_whole_lines(model):
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxtune", *command(model, *flags)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 300
-    while not file.exists() or file.stat().st_size < 200:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
+    patience.wait_until(lambda: file.exists() and file.stat().st_size >= 200, lambda: process.poll() is None)
     process.send_signal(signal.SIGKILL)
     process.wait()
     left = file.read_bytes()

@@ -7,6 +7,7 @@ import threading
 import jax
 
 from jaxtune.system import early_devices, host_memory
+from tests import patience
 
 
 def test_what_follows_does_not_wait_for_the_first_transfer(monkeypatch):
@@ -14,7 +15,7 @@ def test_what_follows_does_not_wait_for_the_first_transfer(monkeypatch):
     done, put, real = threading.Event(), threading.Event(), jax.device_put
 
     def device_put(array):
-        assert done.wait(60)
+        assert done.wait(patience.SECONDS)
         put.set()
         return real(array)
 
@@ -22,11 +23,11 @@ def test_what_follows_does_not_wait_for_the_first_transfer(monkeypatch):
     monkeypatch.setenv(host_memory._PINNED_LIMIT, "64")
     monkeypatch.setattr(jax, "device_put", device_put)
     early_devices.begin(done.set)
-    assert put.wait(60)
+    assert put.wait(patience.SECONDS)
     begun: list[object] = []
     monkeypatch.setattr(jax, "local_devices", lambda: begun.append(1) or 1 / 0)
     early_devices.begin(lambda: begun.append(2))
     for thread in threading.enumerate():
         if thread.name == "import":
-            thread.join(60)
+            thread.join(patience.SECONDS)
     assert begun == [1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxtune
+from tests import patience
 
 _BEGIN = """
 import gc, weakref
@@ -40,7 +41,7 @@ def rest(during=lambda: None):
 def printed(script: str) -> list[str]:
     environment = {"PYTHONPATH": str(Path(jaxtune.__file__).parents[1])}
     command = [sys.executable, "-c", _BEGIN + script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

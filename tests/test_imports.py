@@ -53,7 +53,9 @@ def test_a_command_imports_what_it_needs(name, tmp_path):
         model, tokenizer = jaxtune.from_pretrained(BASE)
         jaxtune.save_adapter(jaxtune.get_peft_model(model, r=2), adapter, tokenizer)
     words = [word.replace("ADAPTER", str(adapter)).replace("OUTPUT", str(tmp_path / "output")) for word in words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # It compiles its programs, whatever other tests have cached: that imports most.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+    environment["JAXTUNE_CACHE"] = str(tmp_path / "cache")
     command = [sys.executable, "-c", _SHOW, *words]
     done = subprocess.run(command, capture_output=True, text=True, input="/exit\n", env=environment, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ SH = shutil.which("sh") or "sh"
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """Canonical names of everything that the requirements pull into this environment."""
+    """Canonical names of everything that the requirements pull into this environment, as far as it is there."""
     found: set[str] = set()
     todo = [Requirement(text) for text in requirements]
     done: set[str] = set()
@@ -42,7 +42,11 @@ def closure(requirements: list[str]) -> set[str]:
         done.add(str(requirement))
         name = canonicalize_name(requirement.name)
         found.add(name)
-        for text in metadata.requires(name) or []:
+        try:
+            texts = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # named, and not installed here
+            continue
+        for text in texts:
             child = Requirement(text)
             extras = ["", *sorted(requirement.extras)]
             if child.marker is None or any(child.marker.evaluate({"extra": extra}) for extra in extras):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.peers import sft, table
 from benchmarks.proof import arithmetic, curves, formats, page, recorded, rewards, work
 from benchmarks.proof.work import ROOT
+from tests import patience
 
 _WHERE = {"device": "NVIDIA H100", "versions": {"jax": "0.11.2"}, "commit": "abcdef0123"}
 
@@ -90,7 +91,7 @@ def test_runs_train_in_turns(tmp_path):
         moment = MagicMock()
         turns[number].between(moment)
         training.put(number)
-        gates[number].wait(10)
+        gates[number].wait(patience.SECONDS)
         turns[number].between(moment)
         ended.append((number, moment.wait.call_count))
         os.close(turns[number].lock)
@@ -102,14 +103,14 @@ def test_runs_train_in_turns(tmp_path):
         training.get(timeout=0.3)
     turns[2].arrive()  # it ends without a step
     turns[2].arrive()
-    first = training.get(timeout=10)
+    first = training.get(timeout=patience.SECONDS)
     with pytest.raises(queue.Empty):
         training.get(timeout=0.3)
     gates[first].set()
-    second = training.get(timeout=10)
+    second = training.get(timeout=patience.SECONDS)
     gates[second].set()
     for thread in threads:
-        thread.join(10)
+        thread.join(patience.SECONDS)
     assert ended == [(first, 1), (second, 1)] and {first, second} == {0, 1}
 
 

@@ -811,3 +811,137 @@ def test_an_entry_without_a_parameter_is_found(docstring, stale):
 def test_a_reference_to_nothing_is_found():
     source = '"""`files.read`, `files.raed`, `other.raed`, `files.py`."""\nfrom jaxtune.system import files'
     assert stale_references(ast.parse(source), "jaxtune.a", False, {"jaxtune.system.files": {"read"}}) == ["files.raed"]
+
+
+# ---- no test is decided by a clock
+
+CLOCKS = "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime", "getrusage", "time.time"
+CLOCK = re.compile(rf"(.+\.)?({'|'.join(CLOCKS)})(_ns)?")
+CLOCK_WORD = re.compile("|".join(CLOCKS))
+STOPWATCH = re.compile(r"timeit\.\w+|(.+\.)?cpu_times")
+# Bounds against hanging are in the first; the second is no test: it is run by hand, for so many minutes.
+MAY_MEASURE = ("tests/patience.py", "tests/faults/random_faults.py")
+
+
+class Clocked(ast.NodeVisitor):
+    """Which names of a file are readings of clocks, which are seconds, and where seconds are compared.
+
+    A name counts within an outermost function, an attribute and a function's result in the whole file.
+    """
+
+    def __init__(self, tree: ast.Module):
+        self.readings, self.seconds, self.lines = set[str](), set[str](), list[int]()
+        self._scope, found = "", -1
+        while found != (found := len(self.readings) + len(self.seconds)):  # until nothing follows from what is known
+            self.lines.clear()
+            self.visit(tree)
+
+    def _names(self, node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Name):
+            yield f"{self._scope} {node.id}"
+            yield f"{node.id}()"
+        elif isinstance(node, ast.Attribute):
+            yield f".{node.attr}"
+            yield f"{node.attr}()"
+
+    def _is_reading(self, value: ast.AST) -> bool:
+        calls = (ast.unparse(each.func) for each in ast.walk(value) if isinstance(each, ast.Call))
+        named = any(name in self.readings for each in ast.walk(value) for name in self._names(each))
+        return named or any(CLOCK.fullmatch(call) for call in calls)
+
+    def _is_seconds(self, value: ast.AST) -> bool:
+        for each in ast.walk(value):
+            if any(name in self.seconds for name in self._names(each)):
+                return True
+            if isinstance(each, ast.Call) and STOPWATCH.fullmatch(ast.unparse(each.func)):
+                return True
+            if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Add | ast.Sub) and self._is_reading(each):
+                return True
+        return False
+
+    def _note(self, names: Iterable[str], value: ast.AST) -> None:
+        if self._is_seconds(value):
+            self.seconds |= {*names}
+        elif self._is_reading(value):
+            self.readings |= {*names}
+
+    def _bind(self, target: ast.AST, value: ast.AST) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for name, each in zip(target.elts, value.elts, strict=True):
+                self._bind(name, each)
+        elif isinstance(target, ast.Subscript | ast.Starred):
+            self._bind(target.value, value)
+        elif isinstance(target, ast.Tuple | ast.List):
+            for name in target.elts:
+                self._bind(name, value)
+        else:
+            self._note([*self._names(target)][:1], value)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._bind(target, value)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self._bind(target, value)
+            case ast.AugAssign(target=target, value=value) | ast.NamedExpr(target=target, value=value):
+                self._bind(target, value)
+            case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
+                self._bind(target, value)
+            case ast.Call(func=ast.Attribute(value=owner, attr="append"), args=[value]):
+                self._bind(owner, value)
+            case ast.Compare() if any(self._is_seconds(side) for side in (node.left, *node.comparators)):
+                self.lines.append(node.lineno)
+        super().generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        before, self._scope = self._scope, self._scope or f"{node.name}:{node.lineno}"
+        for each in ast.walk(node):
+            if isinstance(each, ast.Return | ast.Yield) and each.value is not None:
+                self._note([f"{node.name}()"], each.value)
+        self.generic_visit(node)
+        self._scope = before
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+
+def test_no_test_is_decided_by_a_clock():
+    found = []
+    for name, text in sources("tests"):
+        if name not in MAY_MEASURE and (CLOCK_WORD.search(text) or STOPWATCH.search(text)):
+            found += [f"{name}:{line}" for line in Clocked(ast.parse(text)).lines]
+    told = "assert an order, a count or a call; a bound against hanging is one of tests/patience.py:\n"
+    assert not found, told + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "began = time.monotonic()\nassert time.monotonic() - began < 2",
+        "def f():\n    began, x = perf_counter(), 3\n    took = perf_counter() - began\n    assert x and 2 > took",
+        "until = time.monotonic() + 60\nwhile time.monotonic() < until:\n    pass",
+        "class A:\n    def f(self):\n        self.took = time.time() - self.began\n"
+        "    def run(self):\n        self.began = time.time()\ndef test(a):\n    assert a.took < 5",
+        "def took():\n    a = time.monotonic_ns()\n    return time.monotonic_ns() - a\nassert max(took(), 1) < 9",
+        "def test():\n    def f():\n        seen.append(time.time())\n    seen = []\n    assert seen[1] - seen[0] < 3",
+        "assert min(timeit.repeat(f, number=3)) < 1e-6",
+        "b = resource.getrusage(0)\na = resource.getrusage(0)\nassert a.ru_utime - b.ru_utime < 2",
+        "for left in [time.process_time() - began]:\n    assert left == pytest.approx(1, rel=0.05)",
+    ],
+)
+def test_seconds_that_are_compared_are_found(source):
+    assert Clocked(ast.parse(source)).lines
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "began = time.monotonic()\nassert began <= time.monotonic()",  # an order
+        "def f():\n    began = time.monotonic()\ndef g(began):\n    assert began - 3 < 2",
+        "assert plan.step_seconds < other.step_seconds + 1e-3",
+        "monkeypatch.setattr(metrics.time, 'monotonic', lambda: now[0])\nassert now[0] + 1 < 3",
+        "began = time.monotonic()\nassert patience.in_order(0, wall, time.monotonic() - began)",
+    ],
+)
+def test_other_numbers_may_be_compared(source):
+    assert not Clocked(ast.parse(source)).lines

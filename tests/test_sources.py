@@ -23,6 +23,7 @@ from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import sources
 from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import ProgramCache
+from tests import patience
 
 CACHE_OF_PROGRAMS = kept.cache_of_programs  # which the tests' own replaces
 
@@ -35,7 +36,7 @@ def no_other_thread_reads():
     """As one does that `use_program_cache` began."""
     for thread in threading.enumerate():
         if thread.name == "import":
-            thread.join(60)
+            thread.join(patience.SECONDS)
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_changes_are_noticed_without_proc(code):
     """Since the import of `sources`, as nobody says when the process began."""
     environment = {"PYTHONPATH": str(Path(sources.__file__).parents[2])}
     command = [sys.executable, "-c", _WITHOUT_PROC, str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.SECONDS)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
@@ -208,7 +209,7 @@ with sources._lock:
 def test_a_child_does_not_wait_for_a_thread_that_reads():
     environment = {"PYTHONPATH": str(Path(sources.__file__).parents[2])}
     command = [sys.executable, "-c", _FORKS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.SECONDS)
     assert done.stdout == "0\n", done.stderr
 
 

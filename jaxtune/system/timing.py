@@ -277,12 +277,11 @@ def current() -> Recorder | None:
 
 def process_start() -> float:
     """time.monotonic() when this process was started; now, if the system does not say when that was."""
-    now = time.monotonic()
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return now - max(age, 0.0)
-    return now
+        return time.monotonic() - max(age, 0.0)  # read last: a thread that is kept waiting makes no process older
+    return time.monotonic()
 
 
 def record(began: float) -> None:

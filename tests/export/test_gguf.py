@@ -14,6 +14,8 @@ from llama_cpp_models import CHANGES, made
 from tiny import CONFIGS
 from tiny_models import adapted_model, named, tiny_model
 
+from tests import patience
+
 gguf = pytest.importorskip("gguf")
 
 from jaxtune.export import api, gguf_blocks, gguf_file, gguf_tensors, gguf_types  # noqa: E402
@@ -456,7 +458,7 @@ def test_bytes_are_read_back_while_the_reader_goes_over_the_keys(tmp_path, monke
     began, reader, check = threading.Event(), gguf_file._reader, byte_files.is_as_written
 
     def waiting_reader(file):
-        assert began.wait(20)
+        assert began.wait(patience.SECONDS)
         return reader(file)
 
     monkeypatch.setattr(gguf_file, "_reader", waiting_reader)

@@ -21,6 +21,7 @@ import jaxtune
 import jaxtune.train.folder.checkpoint as module
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.signals import EXIT_SAVED, StopSignal
+from tests import patience
 
 PRELUDE = """
 import functools, os, sys, threading, time
@@ -407,15 +408,15 @@ def test_second_signal_exits_at_once():
         while not stop.requested:
             time.sleep(0.01)
         say("stopping")
-        threading.Thread(target=time.sleep, args=(300,)).start()  # a save that hangs
-        time.sleep(300)
+        threading.Thread(target=time.sleep, args=(3600,)).start()  # a save that hangs
+        time.sleep(3600)
     """
     with running(script, "", "") as process:
         assert process.stdout.readline() == "running\n", process.stderr.read()
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "stopping\n"
         process.send_signal(signal.SIGINT)
-        _, messages = process.communicate(timeout=200)  # the hung save takes 300 s
+        _, messages = process.communicate(timeout=patience.SECONDS)  # the hung save takes an hour
     assert process.returncode == -signal.SIGINT
     assert "SIGINT again: leaving at once, without a save" in messages
 

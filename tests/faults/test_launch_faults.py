@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,9 @@ from jaxtune.system import joining, loopback
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.signals import EXIT_SAVED
+from tests import patience
 from tests.faults.command import ONE_DEVICE, make_folder
 
-PATIENCE_SECONDS = 600
 LISTENING = "0A"  # of the system's table of sockets
 
 
@@ -66,19 +65,20 @@ def test_launch_listens_to_its_own_host_alone_and_saves_at_a_hang_up(tmp_path):
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launch:
         os.set_blocking(launch.stdout.fileno(), False)
         try:
-            until, lines = time.monotonic() + PATIENCE_SECONDS, []
-            while sum("loss" in line for line in lines) < 3:
-                assert launch.poll() is None and time.monotonic() < until
-                time.sleep(0.2)
+
+            def has_stepped() -> bool:
                 launch.stdout.read()
                 with contextlib.suppress(FileNotFoundError):
-                    lines = read_metrics(output / "metrics.jsonl")
+                    return sum("loss" in line for line in read_metrics(output / "metrics.jsonl")) >= 3
+                return False
+
+            patience.wait_until(has_stepped, lambda: launch.poll() is None)
             sockets = [socket for child in children(launch.pid) for socket in listens_at(child)]
             assert sockets and all(is_loopback(address) for address, _ in sockets), sockets
             launch.send_signal(signal.SIGHUP)
             launch.send_signal(signal.SIGHUP)
             launch.stdout.close()  # and the terminal is gone
-            assert launch.wait(PATIENCE_SECONDS) == EXIT_SAVED
+            assert launch.wait(patience.SECONDS) == EXIT_SAVED
         finally:
             launch.terminate()
     assert saved_steps(output / "checkpoints") == [max(line["step"] for line in read_metrics(output / "metrics.jsonl"))]

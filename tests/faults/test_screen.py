@@ -6,6 +6,7 @@ Real processes of the command on a tiny model, in a pipe, on a terminal or under
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pty
@@ -27,10 +28,9 @@ from jaxtune.train.folder.results import read_result
 from jaxtune.train.log.metrics import read_metrics
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
+from tests import patience
 from tests.faults.command import ONE_DEVICE, STEPS, make_folder
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
-
-PATIENCE_SECONDS = 300
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +65,19 @@ def endless(recipe: Path, output: Path) -> list[str]:
 
 def under_way(process: subprocess.Popen, output: Path) -> None:
     """Waits until a run has made some steps."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    lines: list[dict] = []
-    while sum("loss" in line for line in lines) < 3:
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.1)
-        with contextlib.suppress(FileNotFoundError):
-            lines = read_metrics(output / "metrics.jsonl")
+    lines = functools.partial(lines_of, output)
+    patience.wait_until(lambda: sum("loss" in line for line in lines()) >= 3, lambda: process.poll() is None)
+
+
+def lines_of(output: Path) -> list[dict]:
+    with contextlib.suppress(FileNotFoundError):
+        return read_metrics(output / "metrics.jsonl")
+    return []
 
 
 def require_saved(process: subprocess.Popen, output: Path) -> None:
     """The run has ended as a signal ends it, and its last step is saved."""
-    assert process.wait(PATIENCE_SECONDS) == EXIT_SAVED
+    assert process.wait(patience.SECONDS) == EXIT_SAVED
     (last,) = saved_steps(output / "checkpoints")
     assert last == max(line["step"] for line in read_metrics(output / "metrics.jsonl")) >= 3
 
@@ -102,7 +103,7 @@ def test_ctrl_c_on_a_pipeline_with_tee_saves(recipe, tmp_path):
     try:
         under_way(train, output)
         os.killpg(train.pid, signal.SIGINT)
-        assert tee.wait(PATIENCE_SECONDS) == -signal.SIGINT
+        assert tee.wait(patience.SECONDS) == -signal.SIGINT
         require_saved(train, output)
     finally:
         train.kill()
@@ -120,12 +121,13 @@ def test_a_closed_terminal_saves(recipe, tmp_path, wish):
     os.close(slave)
     try:
         os.set_blocking(master, False)
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not (output / "metrics.jsonl").exists() or len(read_metrics(output / "metrics.jsonl")) < 4:
-            assert train.poll() is None and time.monotonic() < until
+
+        def has_four_lines() -> bool:
             with contextlib.suppress(BlockingIOError):
                 os.read(master, 65536)
-            time.sleep(0.05)
+            return len(lines_of(output)) >= 4
+
+        patience.wait_until(has_four_lines, lambda: train.poll() is None)
         if wish == "the shell sends it too":
             train.send_signal(signal.SIGHUP)
         os.close(master)
@@ -143,10 +145,7 @@ def test_nohup_goes_on(recipe, tmp_path):
         under_way(train, output)
         train.send_signal(signal.SIGHUP)
         steps = len(read_metrics(output / "metrics.jsonl"))
-        until = time.monotonic() + PATIENCE_SECONDS
-        while len(read_metrics(output / "metrics.jsonl")) < steps + 20:
-            assert train.poll() is None and time.monotonic() < until
-            time.sleep(0.1)
+        patience.wait_until(lambda: len(lines_of(output)) >= steps + 20, lambda: train.poll() is None)
         train.send_signal(signal.SIGTERM)
         require_saved(train, output)
     finally:
@@ -173,7 +172,7 @@ def test_a_run_ends_well_whatever_becomes_of_its_screen(recipe, straight, tmp_pa
             sink = stack.enter_context(dead_reader() if screen == "dead" else open("/dev/full", "wb"))  # noqa: SIM115
             options.update(stdout=sink, stderr=sink)
         train = start("train", str(recipe), f"output={output}", "evaluation.exact_match_rows=2", **options)
-        assert train.wait(PATIENCE_SECONDS) == 0
+        assert train.wait(patience.SECONDS) == 0
     for name in ("adapter", "merged"):
         assert read_result(output / name).step == STEPS
         for file in (straight / name).glob("*.safetensors"):

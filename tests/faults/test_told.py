@@ -42,6 +42,7 @@ from jaxtune.train.data.tokens import cache, workers
 from jaxtune.train.display import run_figures, watch
 from jaxtune.train.folder.folder_lock import FolderLock
 from jaxtune.train.log import metrics as m
+from tests import patience
 from tests.faults.command import make_folder
 from tests.faults.test_files import no_room_beyond
 from tests.train.data.conftest import make_tokenizer
@@ -329,7 +330,9 @@ def test_watch_survives_strange_files_of_one_run(tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
         def shown() -> str:
-            with urllib.request.urlopen(f"http://{watch.HOST}:{server.server_port}/runs", timeout=60) as answer:
+            with urllib.request.urlopen(
+                f"http://{watch.HOST}:{server.server_port}/runs", timeout=patience.SECONDS
+            ) as answer:
                 return answer.read().decode()
 
         for text in STRANGE:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtune.models.files import byte_files, headers, shards
 from jaxtune.models.placement import partition
 from jaxtune.models.placement.host_pieces import pieces_of
+from tests import patience
 
 SHAPES = [(7, 10), (1, 300), (3, 5, 16), (64,), (1000,), (), (2, 0)]
 
@@ -69,7 +70,7 @@ def test_a_file_written_in_pieces_is_that_of_whole_tensors(tmp_path, monkeypatch
 def test_a_tensor_is_free_while_its_pieces_are_written(tmp_path, monkeypatch):
     """So that the device has one merged matrix at a time, although writes go on when the next one is computed."""
     go_on, pwrite = threading.Event(), byte_files.os.pwrite
-    monkeypatch.setattr(byte_files.os, "pwrite", lambda *rest: (go_on.wait(10), pwrite(*rest))[1])
+    monkeypatch.setattr(byte_files.os, "pwrite", lambda *rest: (go_on.wait(patience.SECONDS), pwrite(*rest))[1])
     array = jnp.ones((4, 8)) + 1
     seen = weakref.ref(array)
     with byte_files.Writer(tmp_path / "file") as out:
@@ -89,7 +90,7 @@ def test_each_chunk_is_on_its_way_to_the_disk_once_it_is_written(tmp_path, monke
     close = byte_files.os.close
 
     def start(descriptor, at, size):
-        assert written.wait(20)  # nobody waits for it: the file may be read back meanwhile
+        assert written.wait(patience.SECONDS)  # nobody waits for it: the file may be read back meanwhile
         started.append((at, size, os.fstat(descriptor).st_size >= at + size))
 
     monkeypatch.setattr(byte_files, "start_flush", start)
@@ -98,7 +99,7 @@ def test_each_chunk_is_on_its_way_to_the_disk_once_it_is_written(tmp_path, monke
         out.append(bytes(100))
         out.append_pieces([(30, lambda: np.zeros(30, np.uint8))])
     written.set()
-    assert closed.wait(20)
+    assert closed.wait(patience.SECONDS)
     assert sorted(started) == [(0, 40, True), (40, 40, True), (80, 20, True), (100, 30, True)]
 
 

@@ -23,6 +23,7 @@ from jaxtune.models.files.weights import tensors_of
 from jaxtune.models.hf import from_pretrained, save_pretrained, save_weights
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.placement import partition
+from tests import patience
 
 WIDE = dict(
     vocab_size=128,
@@ -169,7 +170,7 @@ def test_with_room_logits_are_verified_while_tensors_are_written(tmp_path, monke
 def test_logits_are_verified_once_tensors_are_made_or_soon_after(monkeypatch):
     """So that their tracing does not hold up the first writes; and nobody waits if a writer fails before."""
     monkeypatch.setattr(merge, "_has_room", lambda model: True)
-    for seconds, makes in ((60.0, True), (0.1, False)):
+    for seconds, makes in ((patience.SECONDS, True), (0.1, False)):
         verified = threading.Event()
         monkeypatch.setattr(merge, "_HEAD_START_SECONDS", seconds)
         monkeypatch.setattr(merge, "check_logits", lambda *_, verified=verified: verified.set())
@@ -177,7 +178,7 @@ def test_logits_are_verified_once_tensors_are_made_or_soon_after(monkeypatch):
         assert not (makes and verified.wait(0.3))
         if makes:
             next(iter(weights.makers.values()))()
-        assert verified.wait(20)
+        assert verified.wait(patience.SECONDS)
 
 
 @pytest.mark.full

@@ -28,6 +28,8 @@ from jaxtune.models.generation.structure import flattened
 from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.system.program_cache import in_use
+from tests import patience
+from tests.compilations import compilations as compilations_of
 
 VOCAB, LENGTH, CHUNK = 48, 256, 64
 KINDS = (
@@ -57,17 +59,18 @@ def patient(monkeypatch):
 
 
 @pytest.fixture
-def compilations():
-    """What XLA was asked for, in any thread."""
-    names: list[str] = []
+def compilations(monkeypatch):
+    """What XLA was asked for in the test's thread, and the threads of its samplers for what they compile beside."""
+    others = {*threading.enumerate()} - {threading.current_thread()}
 
-    def heard(event: str, _: float, **facts) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(str(facts.get("fun_name")))
+    def beside(calls):
+        if threading.current_thread() not in others:
+            names.extend(call.function.request(call).name for call in calls)
+        return kept_programs.prepare(calls)
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(heard)
+    with compilations_of() as names:
+        monkeypatch.setattr(ready, "prepare", beside)
+        yield names
 
 
 def made(model: Decoder, **settings) -> Sampler:
@@ -128,7 +131,7 @@ def test_a_missing_program_keeps_only_its_row_waiting(model, patient, monkeypatc
 
         def slow(calls):
             compiles.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(patience.SECONDS)
             return kept_programs.prepare(calls)
 
         monkeypatch.setattr(ready, "prepare", slow)
@@ -256,8 +259,11 @@ def test_deterministic_rows_run_in_programs_of_their_own_length(model, patient):
 
 
 def test_the_thread_ends_with_its_sampler(model, monkeypatch):
+    before = {*threading.enumerate()}
+
     def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "compiles beside"]
+        new = {*threading.enumerate()} - before
+        return [thread for thread in new if thread.name == "compiles beside"]
 
     monkeypatch.setattr(ready, "prepare", lambda calls: None)
     closed = made(model)
@@ -278,7 +284,7 @@ def test_a_program_that_takes_long_keeps_no_other_waiting(model, monkeypatch):
 
     def slow(calls):
         shapes = {leaf.shape for call in calls for leaf in jax.tree.leaves(call.arguments)}
-        assert (1, 256) not in shapes or goes_on.wait(60)
+        assert (1, 256) not in shapes or goes_on.wait(patience.SECONDS)
 
     monkeypatch.setattr(ready, "prepare", slow)
     with made(model) as sampler:
@@ -358,7 +364,7 @@ def test_a_first_picture_stops_nobody(seeing, patient, monkeypatch, compilations
 
         def slow(calls):
             compiles.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(patience.SECONDS)
             return kept_programs.prepare(calls)
 
         monkeypatch.setattr(ready, "prepare", slow)
@@ -521,7 +527,7 @@ def test_an_adapter_comes_while_others_decode(model, patient, monkeypatch, compi
 
         def slow(calls):
             compiles.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(patience.SECONDS)
             return kept_programs.prepare(calls)
 
         monkeypatch.setattr(ready, "prepare", slow)

@@ -34,6 +34,7 @@ from jaxtune.pallas.grouped_matmul.layout import groups_of
 from jaxtune.pallas.quant_matmul import mosaic as quant_mosaic
 from jaxtune.pallas.quant_matmul import triton as quant_triton
 from jaxtune.pallas.quant_matmul.reference import exact_product
+from tests import patience
 
 
 def as_on_a_gpu(monkeypatch, cache):
@@ -193,13 +194,13 @@ def test_a_programs_checks_run_while_it_is_compiled(gpu):
 
     def spoil(out):
         begun.set()
-        return out if ended.wait(60) else [][0]
+        return out if ended.wait(patience.SECONDS) else [][0]
 
     def lowered():
         assert not begun.wait(0.2)
 
     def compiled():
-        assert begun.wait(60)
+        assert begun.wait(patience.SECONDS)
         ended.set()
 
     kernel = Counted(spoil)
@@ -209,7 +210,7 @@ def test_a_programs_checks_run_while_it_is_compiled(gpu):
 
 def test_shapes_alone_wait_for_no_check_and_a_program_waits_for_theirs(gpu):
     """It is one that fails."""
-    ended, wrong = threading.Event(), Counted(lambda out: out * 1.5 if ended.wait(60) else out)
+    ended, wrong = threading.Event(), Counted(lambda out: out * 1.5 if ended.wait(patience.SECONDS) else out)
     with dispatch.unchecked():
         assert check(wrong, "wrong") is None and not ended.is_set()
     assert not wrong.calls
@@ -230,12 +231,12 @@ def test_a_check_that_another_thread_asks_for_meanwhile_is_waited_for_by_the_nex
         begin()
         other = threading.Thread(target=shapes)
         other.start()
-        other.join(60)
+        other.join(patience.SECONDS)
 
     monkeypatch.setattr(dispatch, "begin_checks", begins)
     builder = threading.Thread(target=lambda: programs.append(dispatch.built(lambda: "first")), daemon=True)
     builder.start()
-    builder.join(20)
+    builder.join(patience.SECONDS)
     assert programs == ["first"] and not wrong.calls
     builds = []
     dispatch.built(lambda: builds.append("second"))
@@ -269,7 +270,7 @@ def of_shared(kernels):
 def test_a_program_whose_kernel_another_thread_asked_for_waits_for_the_check(gpu):
     """It gets the other's trace from JAX's caches, and asks for nothing."""
     lowered, ended = threading.Event(), threading.Event()
-    wrong = Counted(lambda out: out * 1.5 if ended.wait(60) else out)
+    wrong = Counted(lambda out: out * 1.5 if ended.wait(patience.SECONDS) else out)
     program, results = of_shared({"wrong": wrong}), []
 
     def build():
@@ -280,13 +281,13 @@ def test_a_program_whose_kernel_another_thread_asked_for_waits_for_the_check(gpu
 
     first = threading.Thread(target=lambda: results.append(dispatch.built(build)(1.0)))
     first.start()
-    assert lowered.wait(60)
+    assert lowered.wait(patience.SECONDS)
     second = threading.Thread(target=lambda: results.append(dispatch.built(build)(1.0)))
     second.start()
     second.join(1.0)
     ended.set()
-    first.join(60)
-    second.join(60)
+    first.join(patience.SECONDS)
+    second.join(patience.SECONDS)
     assert results == [2, 2] and wrong.calls == 1
 
 
@@ -310,7 +311,7 @@ def test_what_one_thread_had_of_a_wrong_kernel_gets_into_no_other_s_program(gpu)
 
     def quick():
         if wrong.calls:
-            assert over.wait(60)
+            assert over.wait(patience.SECONDS)
         module = jax.jit(lambda x: slowly_traced(x) if wrong.calls else program(["wrong"])(x)).lower(1.0)
         return module.compile()
 
@@ -320,9 +321,9 @@ def test_what_one_thread_had_of_a_wrong_kernel_gets_into_no_other_s_program(gpu)
         patch.setattr(jax, "clear_caches", lambda: [clear(), failed.set()])
         other = threading.Thread(target=lambda: results.append(dispatch.built(slow)(1.0)))
         other.start()
-        assert begun.wait(60)
+        assert begun.wait(patience.SECONDS)
         results.append(dispatch.built(quick)(1.0))
-        other.join(60)
+        other.join(patience.SECONDS)
     assert results == [2, 2]
 
 

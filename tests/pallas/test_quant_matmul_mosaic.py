@@ -256,7 +256,10 @@ def test_the_whole_op_over_the_kernels(tokens):
         np.testing.assert_array_equal(one, other)
 
 
-def test_who_serves_which_call():
+def test_who_serves_which_call(monkeypatch):
+    """Where Triton is not there."""
+    monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: False)
+
     def chosen(dtype, weight, capability=(9, 0), **options):
         x = jnp.zeros((64, weight.shape[1]), dtype)
         with dispatch.compile_for(capability):

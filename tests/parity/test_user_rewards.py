@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-import time
 
 import numpy as np
 import openai
@@ -67,9 +66,7 @@ def test_trls_accuracy_reward_keeps_its_own_limits(isolation):
     rewards = RewardFunctions.of([accuracy_reward], isolation=isolation)
     answers = turns(r"\boxed{\frac{1}{3}}", ENDLESS, r"\boxed{4}")
     sampled = Sampled([[]] * 3, answers, [[1]] * 3, {"solution": [r"$\frac{1}{3}$", "$4$", "$4$"]})
-    began = time.monotonic()
-    np.testing.assert_array_equal(rewards(sampled)[:, 0], [1, 0, 1])
-    assert time.monotonic() - began < 60  # 10 s to parse and 5 s to verify
+    np.testing.assert_array_equal(rewards(sampled)[:, 0], [1, 0, 1])  # only its limits end the second
 
 
 def test_a_limit_of_the_run_ends_accuracy_reward_beside_its_own():

@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import patience
 
 _FLAGS = [
     "--headless",
@@ -65,11 +66,11 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def until(self, script: str, seconds: float = 60.0) -> None:
-        end = time.monotonic() + seconds
-        while not self.value(script):
-            assert time.monotonic() < end, (script, self.value("document.body.innerText"), self.errors)
-            time.sleep(0.02)
+    def until(self, script: str) -> None:
+        def told() -> object:
+            return script, self.value("document.body.innerText"), self.errors
+
+        patience.wait_until(lambda: self.value(script), told=told)
 
     def type(self, text: str) -> None:
         """At the focus, as from a keyboard."""

@@ -6,10 +6,7 @@ import atexit
 import contextlib
 import http.client
 import json
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +20,8 @@ from jaxtune.serve.loading import AdapterFolder
 from jaxtune.serve.readers import Readers
 from jaxtune.serve.served import ServedModel
 from jaxtune.serve.server import Server, listen
+from tests import patience
+from tests.patience import wait_until
 
 BASE = Path(jaxtune.__file__).parent / "quickstart" / "base"
 
@@ -33,30 +32,6 @@ def served_models() -> dict[str, ServedModel]:
     base = ServedModel("base", with_end_tokens(model, tokenizer), tokenizer)
     adapted = with_end_tokens(adapted_model(model, r=4), tokenizer)
     return {"base": base, "mine": ServedModel("mine", adapted, tokenizer, "base")}
-
-
-class Idle:
-    """A process that only sleeps: `kept_waiting` is the longest for which a busy machine did not let it run."""
-
-    _CODE = """
-import select, sys, time
-longest = 0.0
-while True:
-    began = time.monotonic()
-    if select.select([sys.stdin], [], [], 0.02)[0]:
-        break
-    longest = max(longest, time.monotonic() - began - 0.02)
-print(longest)
-"""
-
-    def __enter__(self) -> Idle:
-        self.kept_waiting = 0.0
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen([sys.executable, "-c", self._CODE], text=True, **pipes)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kept_waiting = float(self._process.communicate()[0])
 
 
 def stub_model(name, model, tokenizer) -> ServedModel:
@@ -87,7 +62,7 @@ def serving(
     models: dict[str, ServedModel],
     engine: Engine,
     key: str | None = None,
-    seconds: float = 120.0,
+    seconds: float = patience.SECONDS,
     grace: float = 5.0,
     readers: Readers | None = None,
     folder: AdapterFolder | None = None,
@@ -103,20 +78,13 @@ def serving(
         yield port, server
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(patience.SECONDS)
         assert not thread.is_alive()
-
-
-def wait_until(true, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it never became true"
-        time.sleep(0.01)
 
 
 def ask(port: int, path: str, body: object = None, **headers: str) -> tuple[int, object]:
     """(status, JSON) of a request; bytes are sent as they are."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience.SECONDS)
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     with contextlib.closing(connection):
         connection.request("GET" if body is None else "POST", path, data, headers)
@@ -126,7 +94,7 @@ def ask(port: int, path: str, body: object = None, **headers: str) -> tuple[int,
 
 def events(port: int, path: str, body: dict) -> list[dict]:
     """The events of a stream, which ends with [DONE]."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience.SECONDS)
     with contextlib.closing(connection):
         connection.request("POST", path, json.dumps({**body, "stream": True}))
         response = connection.getresponse()

@@ -20,7 +20,9 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.loading import AdapterFolder
 from jaxtune.serve.readers import Readers
-from tests.serve.running import ask, engine_of, events, served_models, serving, wait_until
+from tests import patience
+from tests.patience import wait_until
+from tests.serve.running import ask, engine_of, events, served_models, serving
 
 PLAIN, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -69,7 +71,7 @@ def served(models, root):
 
 
 def post(port: int, path: str, **body) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience.SECONDS)
     with contextlib.closing(connection):
         connection.request("POST", path, json.dumps(body).encode("utf-8", "surrogatepass"))
         response = connection.getresponse()

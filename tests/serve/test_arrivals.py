@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -14,16 +14,15 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve import engine as engines
 from jaxtune.serve.engine import Engine
 from jaxtune.serve.requests import Row
+from tests import patience
 from tests.serve.running import engine_of, served_models
-
-SECONDS = 20.0  # for which a busy machine may keep a thread waiting
 
 
 @pytest.fixture(scope="module")
 def engine():
     engine = engine_of({"base": served_models()["base"]}, slots=8)
     yield engine
-    assert engine.close(60)
+    assert engine.close(patience.SECONDS)
 
 
 @pytest.fixture
@@ -70,8 +69,7 @@ def test_where_no_slot_is_free_nothing_that_comes_is_waited_for(engine, steps):
 
 
 def test_what_is_being_read_is_waited_for(engine, steps, monkeypatch):
-    monkeypatch.setattr(engines, "_GATHERING_SECONDS", SECONDS)
-    monkeypatch.setattr(engines, "_ARRIVING_SECONDS", SECONDS)
+    monkeypatch.setattr(engines, "time", types.SimpleNamespace(monotonic=lambda: 0.0))  # nothing takes long
     monkeypatch.setattr(engines, "_FOLLOWING_SECONDS", 0.0)
 
     async def main() -> None:
@@ -85,16 +83,15 @@ def test_what_is_being_read_is_waited_for(engine, steps, monkeypatch):
                 await answers.ready()
             answers.close()
 
-    began = time.monotonic()
-    asyncio.run(main())
-    assert steps[0] == (2, False) and time.monotonic() - began < SECONDS
+    asyncio.run(asyncio.wait_for(main(), patience.SECONDS))
+    assert steps[0] == (2, False)
 
 
 @pytest.mark.parametrize("seconds", ["_GATHERING_SECONDS", "_ARRIVING_SECONDS"])
 def test_a_slow_request_keeps_nobody_waiting(engine, steps, monkeypatch, seconds):
     """Such as one whose body comes in pieces."""
-    monkeypatch.setattr(engines, "_GATHERING_SECONDS", SECONDS * 100)
-    monkeypatch.setattr(engines, "_ARRIVING_SECONDS", SECONDS * 100)
+    monkeypatch.setattr(engines, "_GATHERING_SECONDS", patience.SECONDS)
+    monkeypatch.setattr(engines, "_ARRIVING_SECONDS", patience.SECONDS)
     monkeypatch.setattr(engines, seconds, 0.01)
     monkeypatch.setattr(engines, "_FOLLOWING_SECONDS", 0.0)
 
@@ -103,14 +100,14 @@ def test_a_slow_request_keeps_nobody_waiting(engine, steps, monkeypatch, seconds
             await asyncio.sleep(0.05)
             return await answered(engine, 5, 3, 0.0)
 
-    assert asyncio.run(asyncio.wait_for(main(), SECONDS)) == 5
+    assert asyncio.run(asyncio.wait_for(main(), patience.SECONDS)) == 5
     assert all(more == (seconds == "_GATHERING_SECONDS") for _, more in steps)
 
 
 def test_a_lone_request_waits_for_nobody(engine, steps, monkeypatch):
     for seconds in ("_GATHERING_SECONDS", "_ARRIVING_SECONDS", "_FOLLOWING_SECONDS"):
         monkeypatch.setattr(engines, seconds, math.inf)
-    assert asyncio.run(asyncio.wait_for(answered(engine, 5, 0, 0.01), SECONDS)) == 5
+    assert asyncio.run(asyncio.wait_for(answered(engine, 5, 0, 0.01), patience.SECONDS)) == 5
     assert all(more for _, more in steps)  # as others are likely
 
 

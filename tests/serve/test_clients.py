@@ -16,6 +16,7 @@ from jaxtune.serve.bodies import read_chat, read_completion
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.forms import Answer
 from jaxtune.serve.served import Readable
+from tests import patience
 from tests.serve.running import BASE, ask, engine_of, events, served_models, serving, stub_model
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -154,7 +155,7 @@ def test_tokens_and_back(models, port):
 def numbers(port) -> dict[str, float]:
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience.SECONDS)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
     connection.close()

@@ -19,6 +19,7 @@ from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import has_adapter
 from jaxtune.serve.server import Server
+from tests import patience
 from tests.serve.running import BASE
 
 
@@ -60,7 +61,7 @@ def prepares_while_weights_load(model, capsys, monkeypatch):
     load, prepare, prepared, lengths = Pretrained.load, Sampler.prepare, threading.Event(), []
 
     def loading(pretrained, *given, **how):
-        assert prepared.wait(300)
+        assert prepared.wait(patience.SECONDS)
         return load(pretrained, *given, **how)
 
     def preparing(sampler):

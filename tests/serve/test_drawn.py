@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.requests import text_of
 from jaxtune.serve.served import ServedModel
+from tests import patience
 from tests.serve.running import BASE, ask, engine_of, events, serving
 
 _CHOICES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -59,7 +60,7 @@ def test_a_beginning_is_prefilled_once(port):
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert answer["usage"]["prompt_tokens"] == sum(map(len, asked))
     assert cached == [0, 512, 512]
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=patience.SECONDS)) as connection:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
     assert 'jaxtune_cached_prompt_tokens_total{model="drawn"} 1024.0' in text
@@ -85,7 +86,7 @@ def test_requests_at_the_same_time(data, port, tokenizer):
     for thread in clients:
         thread.start()
     for thread in clients:
-        thread.join(600)
+        thread.join(patience.SECONDS)
     for number, body in enumerate(bodies):
         choice = {name: body[name] for name in _CHOICES if name in body}
         for index, text in enumerate(found[number]):

@@ -13,6 +13,7 @@ import pytest
 
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve import page as page_module
+from tests import patience
 from tests.serve.browser import browsing
 from tests.serve.running import engine_of, served_models, serving
 
@@ -53,7 +54,7 @@ def rounds(monkeypatch):
     gate, step = threading.Semaphore(0), Sampler.step
 
     def waits(sampler):
-        gate.acquire(timeout=60)
+        gate.acquire(timeout=patience.SECONDS)
         return step(sampler)
 
     monkeypatch.setattr(Sampler, "step", waits)
@@ -222,7 +223,7 @@ def test_a_key_is_asked_for_and_is_not_in_the_page(page, models, engine):
 
 
 def head(port: int, path: str = "/", **headers: str) -> tuple[int, str | None, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience.SECONDS)
     connection.request("GET", path, headers=headers)
     response = connection.getresponse()
     return response.status, response.headers["content-security-policy"], response.read()

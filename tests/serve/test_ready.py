@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import pytest
 from tiny_models import adapted_model
@@ -18,6 +17,8 @@ from jaxtune.models.programs import kept
 from jaxtune.serve.engine import Engine
 from jaxtune.serve.loading import AdapterFolder
 from jaxtune.serve.readers import Readers
+from tests import patience
+from tests.compilations import compilations
 from tests.serve.running import ask, events, served_models, serving
 from tests.serve.test_adapters import LOAD, post
 
@@ -33,7 +34,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The port of a server of the packaged model, prepared, whose clients may load an adapter."""
+    """(port, engine) of a server of the packaged model, prepared, whose clients may load an adapter."""
     models = {"base": served_models()["base"]}
     root = tmp_path_factory.mktemp("root")
     jaxtune.save_adapter(adapted_model(models["base"].model, seed=5, r=4), root / "a")
@@ -52,8 +53,8 @@ def server(tmp_path_factory):
             serving(models, engine, readers=readers, folder=AdapterFolder(root)) as (port, _),
         ):
             readers.serve({name: each.readable for name, each in models.items()})
-            yield port
-        assert engine.close(60)
+            yield port, engine
+        assert engine.close(patience.SECONDS)
 
 
 def asked(port: int, index: int, random: np.random.Generator) -> int:
@@ -79,19 +80,13 @@ def burst(port: int, count: int, seed: int) -> list[int]:
         return list(pool.map(lambda index: asked(port, index, randoms[index]), range(count)))
 
 
-def test_the_first_burst_compiles_nothing(server):
-    names = []
-
-    def heard(event: str, _: float, **facts) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(facts.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    try:
-        assert min(burst(server, 20, seed=0)) > 1
-    finally:
-        jax.monitoring.unregister_event_duration_listener(heard)
-    assert names == []
+def test_the_first_burst_compiles_nothing(server, monkeypatch):
+    port, engine = server
+    beside = []
+    monkeypatch.setattr(ready, "prepare", lambda calls: (beside.append(calls), kept.prepare(calls))[1])
+    with compilations([engine._thread]) as names:
+        assert min(burst(port, 20, seed=0)) > 1
+    assert names == beside == []
 
 
 @pytest.mark.parametrize(
@@ -103,19 +98,20 @@ def test_the_first_burst_compiles_nothing(server):
     ids=["end tokens", "scores"],
 )
 def test_an_unusual_request_stops_nobody(server, monkeypatch, unusual):
+    port, _ = server
     compiles, goes_on = threading.Event(), threading.Event()
 
     def slow(calls):
         compiles.set()
-        assert goes_on.wait(120)
+        assert goes_on.wait(patience.SECONDS)
         return kept.prepare(calls)
 
     monkeypatch.setattr(ready, "prepare", slow)
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(ask, server, TEXTS, {"model": "base", "max_tokens": 5} | unusual)
+        waits = pool.submit(ask, port, TEXTS, {"model": "base", "max_tokens": 5} | unusual)
         try:
-            assert compiles.wait(60)
-            burst(server, 6, seed=1)
+            assert compiles.wait(patience.SECONDS)
+            burst(port, 6, seed=1)
             time.sleep(0.2)
             assert not waits.done()
         finally:
@@ -126,21 +122,22 @@ def test_an_unusual_request_stops_nobody(server, monkeypatch, unusual):
 
 def test_an_adapter_that_is_loaded_stops_nobody(server, monkeypatch):
     """Until its programs are compiled, its answers wait, also scores, and the others go on."""
+    port, _ = server
     compiles, goes_on = threading.Event(), threading.Event()
 
     def slow(calls):
         compiles.set()
-        assert goes_on.wait(120)
+        assert goes_on.wait(patience.SECONDS)
         return kept.prepare(calls)
 
     monkeypatch.setattr(ready, "prepare", slow)
     body = {"model": "a", "prompt": "What is 12 + 30?", "max_tokens": 5, "temperature": 0}
     with ThreadPoolExecutor(2) as pool:
-        assert post(server, LOAD, lora_name="a", lora_path="a")[0] == 200
-        waiting = [pool.submit(ask, server, TEXTS, body | more) for more in ({}, {"echo": True, "logprobs": 1})]
+        assert post(port, LOAD, lora_name="a", lora_path="a")[0] == 200
+        waiting = [pool.submit(ask, port, TEXTS, body | more) for more in ({}, {"echo": True, "logprobs": 1})]
         try:
-            assert compiles.wait(60)
-            burst(server, 6, seed=2)
+            assert compiles.wait(patience.SECONDS)
+            burst(port, 6, seed=2)
             time.sleep(0.2)
             assert not any(each.done() for each in waiting)
         finally:
@@ -148,4 +145,4 @@ def test_an_adapter_that_is_loaded_stops_nobody(server, monkeypatch):
         (status, answer), (scored_status, scored) = (each.result() for each in waiting)
     assert status == scored_status == 200
     assert scored["choices"][0]["text"] == body["prompt"] + answer["choices"][0]["text"]
-    burst(server, 6, seed=3)
+    burst(port, 6, seed=3)

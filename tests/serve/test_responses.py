@@ -13,6 +13,7 @@ from jaxtune.serve.errors import ApiError
 from jaxtune.serve.forms import ResponsesAnswer
 from jaxtune.serve.responses import read_responses
 from jaxtune.serve.served import Readable
+from tests import patience
 from tests.serve.running import BASE, ask, engine_of, served_models, serving, stub_model
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -34,7 +35,7 @@ def port(models):
 
 
 def events(port: int, body: dict) -> list[dict]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience.SECONDS)
     connection.request("POST", PATH, json.dumps({**body, "stream": True}))
     lines = connection.getresponse().read().decode().split("\n\n")[:-1]
     connection.close()

@@ -29,6 +29,7 @@ from jaxtune.system import early_import, invocation, processes, program_cache
 from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import ProgramCache, in_use
 from jaxtune.train.trainer import Trainer
+from tests import patience
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
 _ASK = """
@@ -196,17 +197,17 @@ def test_few_threads_load(start, loads):
     gate, real = threading.Event(), ahead.load
 
     def load(*arguments):
-        gate.wait(60)
+        gate.wait(patience.SECONDS)
         return real(*arguments)
 
-    def importing() -> int:
-        return sum(thread.name == "import" for thread in threading.enumerate())
+    def importing() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "import"}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "load", load)
         before = importing()
         ahead.begin("model")
-        assert importing() - before == 4
+        assert len(importing() - before) == 4
         gate.set()
         ran(*requests)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shlex
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import jaxtune
 from jaxtune.cli import main
 from jaxtune.train import app
 
+OF_A_RUN = {"jaxtune.train.app", "jaxtune.train.trainer", "transformers.modeling_utils", "orbax", "datasets", "torch"}
 BASE = Path(jaxtune.__file__).parent / "quickstart/base"
 GOOD = {"prompt": "Capital of France?", "completion": " Paris."}
 
@@ -136,18 +136,17 @@ def test_there_are_thirty():
 
 @pytest.mark.full
 @pytest.mark.parametrize("slip", ["a mistyped file", "semicolons", "a model's folder without a tokenizer"])
-def test_a_fresh_process_answers_in_two_seconds(slip, folder):
-    """Of a processor's time, because a busy machine takes its own."""
+def test_a_fresh_process_answers_before_it_imports_what_a_run_needs(slip, folder):
     line, wanted = SLIPS[slip]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = (
+        "import sys\nfrom jaxtune import cli\ncode = cli.console(sys.argv[1:])\nprint(*sys.modules)\nsys.exit(code)"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "jaxtune", "train", *shlex.split(line)],
+        [sys.executable, "-c", script, "train", *shlex.split(line)],
         cwd=folder,
         capture_output=True,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2 and wanted in done.stderr
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 2, f"{seconds:.1f} s"
+    assert not {*done.stdout.split()} & OF_A_RUN

@@ -45,6 +45,7 @@ from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program import step
 from jaxtune.train.trainer import Trainer
+from tests import patience
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
 # ---- digests
@@ -350,7 +351,7 @@ def test_work_meanwhile_is_done_before_the_last_program_is_there(kept, monkeypat
 
     def late(build):
         def wait(*arguments):
-            in_time.append(is_done.wait(30))
+            in_time.append(is_done.wait(patience.SECONDS))
             return build(*arguments)
 
         return wait
@@ -442,7 +443,7 @@ def test_no_step_waits_for_programs_that_are_written(kept, lowerings, tmp_path, 
             super().between(moment)
 
     def late(*arguments):
-        in_time.append(last.wait(30))
+        in_time.append(last.wait(patience.SECONDS))
         time.sleep(0.2)
         keep_all(*arguments)
 

@@ -58,6 +58,7 @@ from jaxtune.train.planning.devices import Device, find_device
 from jaxtune.train.planning.step_spec import StepSpec
 from jaxtune.train.spec import loading
 from jaxtune.train.trainer import Trainer
+from tests import patience
 from tests.train.tiny_runs import LENGTH, assert_same, dataset, documents, lora_model, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +142,7 @@ def test_a_run_makes_its_first_state_while_its_programs_compile(tmp_path, monkey
         return state
 
     def late(*arguments):
-        in_time.append(is_made.wait(30))
+        in_time.append(is_made.wait(patience.SECONDS))
         return compiled(*arguments)
 
     monkeypatch.setattr(TrainedModel, "_made_state", noted)

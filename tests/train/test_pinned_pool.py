@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.train.engine import pinned_pool
+from tests import patience
 
 
 @pytest.fixture
@@ -43,13 +44,14 @@ def test_as_much_is_pinned_as_a_step_will_pin(nbytes):
 
 def test_little_is_left_to_the_step(pinned, monkeypatch):
     monkeypatch.setattr(pinned_pool, "LEAST_BYTES", 2.0**35)
+    before = {*threading.enumerate()}
     with pinned_pool.growing(2.0**34):
-        assert not [thread for thread in threading.enumerate() if thread.name == "pinning"]
+        assert not {thread for thread in threading.enumerate() if thread.name == "pinning"} - before
     assert not pinned
 
 
 def test_a_failure_ends_it(pinned, monkeypatch):
-    entered = threading.Event()
+    entered, before = threading.Event(), {*threading.enumerate()}
     put = jax.device_put
 
     def slow(array, where):
@@ -58,11 +60,10 @@ def test_a_failure_ends_it(pinned, monkeypatch):
 
     monkeypatch.setattr(jax, "device_put", slow)
     with pytest.raises(ValueError, match="no plan"), pinned_pool.growing(1e15):
-        assert entered.wait(20)
+        assert entered.wait(patience.SECONDS)
         raise ValueError("no plan fits")
-    [thread] = [thread for thread in threading.enumerate() if thread.name == "pinning"] or [None]
-    if thread is not None:
-        thread.join(20)
+    for thread in {each for each in threading.enumerate() if each.name == "pinning"} - before:
+        thread.join(patience.SECONDS)
         assert not thread.is_alive()
 
 

@@ -17,6 +17,7 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.engine.xla_options import compiler_options, launch_options, update_options
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.trainer import Trainer
+from tests import patience
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
 
@@ -42,7 +43,7 @@ def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monk
     def compile_it(lowered, *arguments, **options):
         module = lowered.compiler_ir().operation.attributes["sym_name"].value
         if module == f"jit_{name}":
-            seen[name] = begun.wait(10)
+            seen[name] = begun.wait(patience.SECONDS)
         return compiled(lowered, *arguments, **options)
 
     monkeypatch.setattr(StepProgram, name, traced)

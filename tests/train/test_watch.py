@@ -12,6 +12,7 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.train.display import watch
+from tests import patience
 
 HOSTILE = "<script>document.title = 'gone'</script>"
 
@@ -54,7 +55,7 @@ def port(runs):
 
 
 def get(port: int, path: str, host: str | None = None, **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(watch.HOST, port, timeout=60)
+    connection = http.client.HTTPConnection(watch.HOST, port, timeout=patience.SECONDS)
     connection.request("GET", path, headers={"Host": host or f"localhost:{port}"} | headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -99,7 +100,7 @@ def test_a_browser_shows_the_runs_over_each_other(port, tmp_path):
         "--virtual-time-budget=3000",
         f"http://127.0.0.1:{port}/",
     ]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=patience.SECONDS, check=True).stdout
     assert "<title>watch - jaxtune</title>" in dom  # the script in the settings did not run
     assert dom.count('<section class="run">') == 3 and dom.count("<figure") == 4 and dom.count('class="curve"') == 8
     assert all(f"plan of the {name}" in dom for name in ("first", "second")) and "This run has not started" in dom

@@ -18,6 +18,7 @@ from jaxtune.models.programs.kept import Request
 from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.gated import gated_thin, gated_thin_backward
 from jaxtune.pallas.thin_pair import thin_pair, thin_pairs
+from tests import patience
 from tests.gpu.aot.target import H200
 
 triton_lib = pytest.importorskip("jax_triton.triton_lib")
@@ -148,5 +149,7 @@ print("begun", len(compat._begun), flush=True)
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "import os; os._exit(3)"])
 def test_a_process_ends_while_kernels_are_compiled(end):
-    done = subprocess.run([sys.executable, "-c", ENDING + end], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING + end], capture_output=True, text=True, timeout=patience.SECONDS, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "begun 4\n", "")
