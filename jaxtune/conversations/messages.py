@@ -152,6 +152,21 @@ def turns_in(value: object, column: str) -> object:
     return value
 
 
+def json_cell(value: object, column: str, begins: str) -> object:
+    """A cell, decoded if it is text that begins as JSON of its kind does; blank text is None. Raises ConversationError
+    for such text that is no JSON.
+
+      value: the cell.
+      column: its name, for errors.
+      begins: "[" for a list, "{" for an object.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    return _loaded(value, "is not JSON", column) if value.lstrip().startswith(begins) else value
+
+
 def read_tools(value: object, column: str = "tools") -> list[Message] | None:
     """Tool schemas as {"type": "function", "function": {...}} from a list (also bare or Anthropic's), a single one, or
     JSON text; None without any. Raises ConversationError.
