@@ -213,13 +213,16 @@ def _shows(turn: object) -> bool:
 
 
 def with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> list[Message]:
-    """The messages with a row's pictures: for parts without a payload and tags <image>, in order; before the first
-    user's text if there are none of either. Raises ConversationError if their numbers differ.
+    """The messages with a row's pictures: for parts without a payload and tags <image> outside of answers, in order;
+    before the first user's text if there are none of either. Raises ConversationError if their numbers differ.
     """
     awaited = sum(picture is None for message in messages for picture in _marked(message))
-    tags = sum(message["content"].count(TAG) for message in messages) if pictures else 0
+    may_show = (message["content"] for message in messages if message["role"] != "assistant")
+    tags = sum(content.count(TAG) for content in may_show) if pictures else 0
     counted = {awaited: False, awaited + tags: bool(tags)} if awaited else {tags: bool(tags)}
     if pictures and not awaited and not tags:
+        if any(TAG in message["content"] for message in messages):
+            raise ConversationError(_NO_ANSWER)
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
             raise ConversationError("there are pictures, and no user's message to which they belong")
@@ -237,10 +240,10 @@ def with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> l
 
 def _placed(message: Message, waiting: Iterator[Picture], reads_tags: bool) -> Message:
     content, pictures = message["content"], iter(_marked(message))
-    if not _marked(message) and not (reads_tags and TAG in content):
-        return message
-    if message["role"] == "assistant":
+    if message["role"] == "assistant" and _marked(message):
         raise ConversationError(_NO_ANSWER)
+    if not _marked(message) and (message["role"] == "assistant" or not (reads_tags and TAG in content)):
+        return message
     if len(_marked(message)) != content.count(PICTURE):
         raise ConversationError(_MARK_IN_TEXT)
     placed = []
@@ -459,6 +462,8 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
             message["pictures"] = pictures
         if access is not None and (column := next((name for name in _PICTURES if extra.get(name)), None)):
             [message] = with_pictures([message], column_pictures(extra.pop(column), access, column))
+        elif role != "assistant":
+            _refuse_unshown(turn, message["content"])
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):
         raise ConversationError(f"a message of the role {role} has no content")
@@ -477,6 +482,19 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
                 extra[name] = extra.pop(key)
     marks = _marks(extra, message)
     return message | {name: cell for name, cell in extra.items() if name not in NEUTRAL} | marks
+
+
+def _refuse_unshown(turn: Mapping[str, object], content: str) -> None:
+    """Raises ConversationError for pictures of a turn that are not read: they are empty beside a tag, or the model has
+    no eyes for them; a single text without a tag, such as an address, may be of something else.
+    """
+    for name in (name for name in _PICTURES if name in turn):
+        cell = turn[name]
+        is_empty = cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell)
+        if is_empty and TAG in content:
+            raise ConversationError(f"is empty, and {TAG} in the text stands for a picture: leave one out", name)
+        if not is_empty and (TAG in content or not isinstance(cell, str)):
+            raise ConversationError("pictures, of which this model reads none", name)
 
 
 def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:

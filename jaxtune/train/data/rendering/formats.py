@@ -236,9 +236,25 @@ def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
     return wrapped
 
 
+def _refuse_empty_media(value: Columns, example: Example) -> None:
+    """Raises RowError for a tag outside of answers beside its columns, all of them empty."""
+    asked_turns = (message["content"] for message in example.messages or () if message["role"] != "assistant")
+    texts = [*asked_turns, *filter(None, [example.text])]
+    names = [name for name in value if isinstance(name, str) and name.lower() in _MEDIA]
+    filled = {_MEDIA[name.lower()] for name in names if not _is_blank(value[name])}
+    for name in names:
+        tag = _MEDIA[name.lower()]
+        if tag not in filled and any(tag in text for text in texts):
+            raise RowError(
+                f"column {name} is empty ({value[name]!r}), and {tag} in the text stands for what is not there: leave "
+                "such rows out, or the tag, or the column from all rows where the tag is a word"
+            )
+
+
 @_as_row_errors
 def illustrated(value: Columns, example: Example, access: PictureAccess | None) -> Example:
     """The example with the pictures of the row's columns, as a conversation if it has any. Raises RowError."""
+    _refuse_empty_media(value, example)
     names = picture_columns(value)
     text = example.text
     if access is None or (text is not None and TAG not in text and all(isinstance(value[name], str) for name in names)):
