@@ -83,6 +83,7 @@ _PICTURES = ("images", "image")  # keys of a turn
 _SHOWN = re.compile(r'"(images?|image_url|input_image)"')  # in JSON of turns with pictures
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text")
+_THOUGHT_TEXTS = ("text", "value", "thinking", "reasoning", "content", "summary")  # the first with text is read
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -542,16 +543,18 @@ def _content(
             texts.append(PICTURE)
             continue
         kind, text = _part(part)
-        if kind in _CALL_PARTS:
+        if kind in _THOUGHT_PARTS or (isinstance(part, Mapping) and part.get("thought") is True):  # as Gemini marks it
+            thoughts.append(_within_item(index, part))
+        elif kind in _CALL_PARTS:
             written = part if text is None else text
             calls += _calls(written)[1]
-        elif text is None or kind not in (*_TEXT_PARTS, *_THOUGHT_PARTS):
+        elif text is None or kind not in _TEXT_PARTS:
             raise ConversationError(
                 f"a part of the type {kind[:80]} in content; only text can be read" + " and pictures" * bool(access),
                 index,
             )
         else:
-            (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
+            texts.append(text)
     joined = "".join(texts)
     if pictures and joined.count(PICTURE) != len(pictures):
         raise ConversationError(_MARK_IN_TEXT)
@@ -571,24 +574,45 @@ def _part(part: object) -> tuple[str, str | None]:
     if not isinstance(part, Mapping):
         return type(part).__name__, None
     kind = str(part.get("type") or ("text" if isinstance(part.get("text"), str) else "without a type"))
-    cells = [part[key] for key in ("text", "value", "thinking", "reasoning", "content", kind) if key in part]
+    cells = [part[key] for key in ("text", "value", "content", kind) if key in part]
     text = next((cell for cell in cells if cell is not None), None)
-    if text is None and kind in (*_TEXT_PARTS, *_THOUGHT_PARTS):
+    if text is None and kind in _TEXT_PARTS:
         text = ""
     return kind, text if isinstance(text, str) else None
 
 
 def _thoughts(extra: Message) -> list[str]:
-    """The thoughts of a turn, removed from `extra`: texts, or lists of parts."""
-    thoughts = []
-    for key in THOUGHT:
-        value = extra.get(key)
-        if isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(p, Mapping) for p in value)):
-            text = value if isinstance(value, str) else "".join(_part(part)[1] or "" for part in value)
-            del extra[key]
-            if text.strip():
-                thoughts.append(text)
-    return thoughts
+    """The thoughts of a turn, removed from `extra`."""
+    read = [_within(key, _thought, extra.pop(key)) for key in THOUGHT if key in extra]
+    return [text for text in read if text.strip()]
+
+
+def _thought(value: object) -> str:
+    """The text of a thought: text, a part, or a list of both, nested too; ConversationError for another value."""
+    if isinstance(value, str):
+        return value
+    if value is None or value is False or value == {}:
+        return ""
+    if isinstance(value, list | tuple):
+        return "".join(_within_item(index, item) for index, item in enumerate(value))
+    if not isinstance(value, Mapping):
+        raise ConversationError(f"a thought is text or parts of text, not {type(value).__name__}")
+    kind = value.get("type")
+    names = [name for name in _THOUGHT_TEXTS if name in value]
+    if kind not in (None, *_TEXT_PARTS, *_THOUGHT_PARTS, "summary_text") or not names:
+        raise ConversationError(f"a thought's part of the type {_short(kind)} has no known text: give it as text")
+    texts = [_within(name, _thought, value[name]) for name in names]
+    text = next(filter(str.strip, texts), texts[0])
+    if not text.strip() and value.get("encrypted_content"):
+        raise ConversationError("the thought is encrypted: leave it out, or the row")
+    return text
+
+
+def _within_item(index: int, item: object) -> str:
+    try:
+        return _thought(item)
+    except ConversationError as error:
+        raise error.inside(index) from None
 
 
 def _calls(value: object) -> tuple[str, list[Message]]:

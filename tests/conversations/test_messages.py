@@ -16,6 +16,7 @@ from jaxtune.conversations.messages import (
     MARKS,
     NEUTRAL,
     ROLES,
+    THOUGHT,
     ConversationError,
     exclusion,
     for_template,
@@ -496,3 +497,48 @@ def test_maps_and_json_of_parquet_are_objects(tmp_path):
     [row] = read_parquet(tmp_path / "a.parquet", 0)
     assert row.value["messages"][0]["tool_calls"] == [{"name": "f", "arguments": {"a": 1, "b": 2}}]
     assert row.value["other"] == [Q, {"a": None}]
+
+
+THOUGHTS = {  # forms of a thought
+    "text": lambda text: text,
+    "texts": lambda text: [text[:1], text[1:]],
+    "an object": lambda text: {"type": "thinking", "thinking": text, "signature": "x"},
+    "without a type": lambda text: {"text": text},
+    "parts": lambda text: [{"type": "text", "text": text[:1]}, {"type": "thinking", "thinking": text[1:]}],
+    "chunks": lambda text: [{"type": "thinking", "thinking": [{"type": "text", "text": text}]}],
+    "a summary": lambda text: [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}],
+    "content": lambda text: {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}], "summary": []},
+}
+
+
+@given(st.text("ab \n", min_size=1).filter(str.strip), st.sampled_from([*THOUGHTS]), st.sampled_from(THOUGHT))
+def test_a_thought_is_read_in_each_form_and_place(text, form, key):
+    thought = THOUGHTS[form](text)
+    read = [read_messages([Q, {**A, key: thought}])]
+    parts = thought if isinstance(thought, list) else [thought]
+    if all(isinstance(part, dict) and part.get("type") in ("thinking", "reasoning") for part in parts):
+        read.append(read_messages([Q, {**A, "content": [*parts, {"type": "text", "text": A["content"]}]}]))
+    if form == "without a type":  # Gemini's
+        read.append(
+            read_messages([Q, {"role": "model", "parts": [{**thought, "thought": True}, {"text": A["content"]}]}])
+        )
+    assert all(messages[1] == A | {"reasoning_content": text} for messages in read)
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [True, 3, 0.5, [1], [["a"], True], {"a": "b"}, {"type": "redacted_thinking", "data": "x"}, b"a"]
+    + [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, {"type": "thinking", "thinking": {"a": 1}}],
+)
+@pytest.mark.parametrize("key", THOUGHT)
+def test_a_thought_of_an_unknown_form_is_refused(key, thought):
+    with pytest.raises(ConversationError, match=rf"messages\[1\].{key}.*(thought|encrypted)"):
+        read_messages([Q, {**A, key: thought}])
+    if isinstance(thought, dict) and "type" in thought:
+        with pytest.raises(ConversationError, match=r"messages\[1\].content\[0\].*(type|thought|encrypted)"):
+            read_messages([Q, {**A, "content": [thought, {"type": "text", "text": "a"}]}])
+
+
+@pytest.mark.parametrize("nothing", [None, False, "", [], {}, {"text": None}, {"type": "reasoning", "summary": []}])
+def test_no_thought_is_handed_on_where_there_is_none(nothing):
+    assert read_messages([Q, {**A, "reasoning_content": nothing}]) == [Q, A]
