@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxtune.conversations.pictures import (
     PICTURE,
     TAG,
@@ -121,6 +123,7 @@ def read_messages(value: object, column: str = "messages", pictures: PictureAcce
             messages.append(_message(turn, pictures))
         except ConversationError as error:
             raise error.inside(column, index) from None
+    messages = _without_channels(messages, column)
     _refuse_selected_questions(messages, column)
     return _joined(messages, column)
 
@@ -328,6 +331,25 @@ def row_marks(columns: Mapping[str, object]) -> dict[str, bool]:
     }
     truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in training_truths}
     return {name: truth is training_truths[name] for name, truth in truths.items() if truth is not None}
+
+
+def turn_marks(cell: object, name: str) -> list[object]:
+    """The marks of each turn in a column: a list, an array or their JSON text; [] if it has none. Raises
+    ConversationError for marks in another form.
+    """
+    if _training_truth(name) is None:
+        return []
+    cell = cell.tolist() if isinstance(cell, np.ndarray) else cell
+    if isinstance(cell, str):
+        words = [word for word in re.split(r"[\s,;()\[\]{}|]+", cell) if word]
+        several = len(words) > 1 and all(map(is_mark, words))
+        if several or cell.lstrip().startswith("[") or ("mask" in snake(name) and re.fullmatch("[01]{2,}", cell)):
+            cell = _loaded(cell, "is no JSON list with 0 or 1 for each turn", name)
+            if not isinstance(cell, list):
+                raise ConversationError(f"{_short(cell)}: write a list with 0 or 1 for each turn", name)
+    if isinstance(cell, Mapping) and "mask" in snake(name):
+        raise ConversationError(f"{_short(cell)}: write a list with 0 or 1 for each turn", name)
+    return list(cell) if isinstance(cell, list | tuple) else []
 
 
 @functools.lru_cache(1024)  # columns are those of all rows
@@ -716,7 +738,7 @@ def _marks(extra: Message, message: Message) -> Message:
             truths[key] = value is MARKS[name]
         elif name in DETAILS:
             details = _within(key, _details, extra.pop(key), message["content"])
-        elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and _is_mark(extra[key]):
+        elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and is_mark(extra[key]):
             raise ConversationError(
                 f"{_short(extra[key])} seems to say whether the answer is trained on, and this key is unknown: name it "
                 "loss_mask (1 trains on it) or masked (true leaves it out)",
@@ -740,7 +762,8 @@ def snake(key: object) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower().replace("-", "_")
 
 
-def _is_mark(value: object) -> bool:
+def is_mark(value: object) -> bool:
+    """Whether a value says that something is trained on, or is not."""
     return str(value).strip().lower() in _TRUTH
 
 
@@ -784,6 +807,50 @@ def _refuse_selected_questions(messages: Sequence[Message], column: str) -> None
                 column,
                 index,
             )
+
+
+def _without_channels(messages: list[Message], column: str) -> list[Message]:
+    """The messages with gpt-oss's channels followed: what the assistant says in `analysis` is the thought of its next
+    message. Raises ConversationError for a turn of a channel, or to a recipient, that is no message.
+    """
+    result: list[Message] = []
+    thought: Message | None = None
+    for index, message in enumerate(messages):
+        is_answer, channel = message["role"] == "assistant", message.get("channel")
+        recipient = message.get("recipient")
+        if is_answer and isinstance(recipient, str) and recipient not in ("", "all", "user", "assistant"):
+            why = f"{_short(recipient)}: a turn to a tool is a call: write it as tool_calls"
+            raise ConversationError(why, column, index, "recipient")
+        is_known = channel in ("analysis", "commentary", "final") and message["role"] in ("assistant", "tool")
+        if is_known:
+            message = {key: value for key, value in message.items() if key != "channel"}
+        if is_answer and channel == "commentary" and "tool_calls" not in message:
+            raise ConversationError("'commentary' without tool_calls is no answer", column, index, "channel")
+        is_thought = is_answer and channel == "analysis" and "tool_calls" not in message
+        try:
+            if thought is not None:
+                message = _after_thought(thought, message)
+        except ConversationError as error:
+            raise error.inside(column, index) from None
+        if is_thought:
+            own = message.get("reasoning_content")
+            thought = {**message, "reasoning_content": "\n\n".join(filter(None, (own, message["content"])))}
+            continue
+        thought = None
+        result.append(message)
+    if thought is not None:
+        raise ConversationError("it ends in the channel 'analysis', a thought without an answer", column)
+    return result
+
+
+def _after_thought(thought: Message, message: Message) -> Message:
+    """An assistant's message with the thought of the turn before it."""
+    if message["role"] != "assistant":
+        raise ConversationError("a thought (channel 'analysis') is before it, and no answer of the assistant")
+    if thought.get("train", True) != message.get("train", True) or "train_detail" in thought:
+        raise ConversationError("it and its thought (channel 'analysis') are marked differently: mark both alike")
+    texts = [text for text in (thought["reasoning_content"], message.get("reasoning_content")) if text]
+    return {**message, "reasoning_content": "\n\n".join(dict.fromkeys(texts))}
 
 
 def _joined(messages: list[Message], column: str) -> list[Message]:

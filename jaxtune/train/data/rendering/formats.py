@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtune.conversations.messages import (
-    MARKS,
     NEUTRAL,
     ConversationError,
     Message,
     column_pictures,
     exclusion,
+    is_mark,
     json_cell,
     pictures_of,
     read_messages,
     read_tools,
     row_marks,
     snake,
+    turn_marks,
     turns_in,
     turns_of,
     unknown_keys,
@@ -168,7 +169,7 @@ def unread(value: Columns, format: str, reads_pictures: bool = False, plain: boo
     if reads_pictures and format != "text":
         read |= set(picture_columns(value))
     if format in ("messages", "sharegpt", LABELLED):
-        read |= set(_marks(value))
+        read |= {name for name, cell in value.items() if isinstance(name, str) and _is_marks(cell, name)}
     return [name for name, cell in value.items() if name and name not in read and not _is_blank(cell)]
 
 
@@ -379,6 +380,7 @@ def _is_answer(completion: object) -> bool:
 def _example(value: Columns, format: str, access: PictureAccess | None) -> Example:
     if format == "text":
         text = _text(value, ("text",))
+        _refuse_marks(value, "its turns")
         _not_empty(text, "text")
         return Example(text=text)
     if format == "alpaca":
@@ -600,8 +602,7 @@ def _prompted(value: Columns, question_cell: Any, answer: Any, access: PictureAc
     """A prompt and a completion, at least one in turns, as one conversation. RowError."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
-    if marks := _marks(value):
-        raise RowError(f"column {next(iter(marks))} marks turns: put prompt and completion into one list `messages`")
+    _refuse_marks(value, "prompt and completion")
     names = [_name(value, group) for group in COLUMNS["prompt_completion"]]
     turns = _turns(value, answer, names[1], "assistant", access)
     question = _turns(value, question_cell, names[0], "user", access)
@@ -663,8 +664,21 @@ def _read(value: Columns, cell: Any, column: str, access: PictureAccess | None) 
 
 def _marks(value: Columns) -> dict[str, Sequence[Any]]:
     """Columns that mark each turn as trained on or not."""
-    lists = {name: cell for name, cell in value.items() if isinstance(cell, list | tuple) and cell}
-    return {name: cell for name, cell in lists.items() if isinstance(name, str) and snake(name) in MARKS}
+    lists = {name: turn_marks(cell, name) for name, cell in value.items() if isinstance(name, str)}
+    return {name: marks for name, marks in lists.items() if marks}
+
+
+def _is_marks(cell: object, name: str) -> bool:
+    try:
+        return bool(turn_marks(cell, name))
+    except ConversationError:
+        return False
+
+
+def _refuse_marks(value: Columns, what: str) -> None:
+    """Raises RowError for marks of turns beside what has none; lists of other values may be anything."""
+    if marks := [name for name, cells in _marks(value).items() if all(map(is_mark, cells))]:
+        raise RowError(f"column {marks[0]} marks turns: put {what} into one list `messages`")
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
@@ -687,6 +701,8 @@ def _exchange(
     """A question of text and its answer, if any, with the row's other columns. before: earlier turns, or None; plain:
     the prompt without a template, which has no place for those turns; None: it needs a template.
     """
+    if answer is not None:
+        _refuse_marks(value, "question and answer")
     system = _text(value, SYSTEM, required=False)
     turns = [*(before or ()), {"role": "user", "content": question}]
     turns += [] if answer is None else [{"role": "assistant", "content": answer}]
