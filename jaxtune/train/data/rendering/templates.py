@@ -517,7 +517,7 @@ class RowEncoder:
             after = _common_tokens(prompt.ids, ids)
             turns = [(max(first, after), last) for first, last in spans]
             spans = turns if self.train_on == "turns" else [(after, len(ids))]
-        mask, spans, responses, ended = self._mask(ids, spans, tokens)
+        mask, spans, responses, ended = self._mask(ids, spans, text, tokens)
         masked = masked_spans(text, tokens, spans, self.mask_spans)
         mask[masked] = False
         mask[: len(tokens)] &= ~within(tokens, rendered.excluded)
@@ -529,7 +529,7 @@ class RowEncoder:
         )
 
     def _mask(
-        self, ids: np.ndarray, spans: list[tuple[int, int]], tokens: Tokens
+        self, ids: np.ndarray, spans: list[tuple[int, int]], text: str, tokens: Tokens
     ) -> tuple[np.ndarray, list[tuple[int, int]], int, int]:
         """(Mask of `ids`, non-empty spans, Encoded's `responses` and `ended`)."""
         mask = np.zeros(len(ids), bool)
@@ -541,10 +541,17 @@ class RowEncoder:
         ended = 0
         for first, last in spans:
             mask[first:last] = True
-            # White space may follow the token that ends the turn.
-            trained = ids[max(first, last - 2) : last] if self.train_on != "responses" else ids[last - 1 : last]
-            ended += bool(any(int(token) in self.end_ids for token in trained) or (tokens.is_cut and last == len(ids)))
+            ended += self._is_ended(ids, first, last, text, tokens) or (tokens.is_cut and last == len(ids))
         return mask, spans, len(spans), ended
+
+    def _is_ended(self, ids: np.ndarray, first: int, last: int, text: str, tokens: Tokens) -> bool:
+        """Whether a response's tokens have one that ends the turn, with white space behind it at most. ids: with an
+        appended EOS; tokens: of `text`.
+        """
+        if int(ids[last - 1]) in self.end_ids:
+            return True
+        last = min(last, len(tokens))
+        return first < last and int(ids[self._end_of_turn(text, tokens, first, last) - 1]) in self.end_ids
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
         """The index after a response's last trained token; `last` if none ends the turn. high: index in `text` after
