@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxtune.commands import file_record
 from jaxtune.conversations.answers import Answer, AnswerReader
 from jaxtune.conversations.messages import (
+    ConversationError,
     Message,
-    column_pictures,
-    read_messages,
+    exclusion,
     read_tools,
     shows_pictures,
-    turns_in,
-    with_pictures,
-    with_system,
 )
 from jaxtune.conversations.picture_processors import PictureReader, picture_arrays
 from jaxtune.conversations.pictures import TAG
@@ -44,7 +41,7 @@ type Tokenizer = Any  # of transformers
 
 CONVERSATIONS = ("messages", "conversations", "prompt")  # the columns of which a row has one
 PICTURES = ("images", "image")  # columns of which a row may have one
-SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
+TOOLS = ("tools", "functions")
 ANSWER, REASON = "answer", "finish_reason"  # columns that are added to a row
 THOUGHTS = "reasoning_content"  # and that of thoughts, if the answer has any
 
@@ -89,7 +86,7 @@ def answer_file(
     from jaxtune.models.generation.prefixes import worthwhile_bytes
     from jaxtune.models.generation.sampler import Sampler
 
-    row_by_line = read_rows(prompts)
+    row_by_line = read_rows(prompts, _note)
     asked_by_line = {
         number: prompt_of(row, tokenizer, raw, f"{prompts}:{number}", template_arguments, pictures)
         for number, row in row_by_line.items()
@@ -192,12 +189,14 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
                 reasons[numbers[piece.request]] = piece.finish_reason
 
 
-def read_rows(file: Path) -> dict[int, Row]:
-    """Rows of a JSONL file of prompts, by their lines from 1, in order; blank lines are skipped.
+def read_rows(file: Path, note: Callable[[str], None] = lambda text: None) -> dict[int, Row]:
+    """Rows of a JSONL file of prompts, by their lines from 1, in order, without those that their marks
+    leave out; blank lines are skipped.
 
     ValueError: a line is no object, has not exactly one prompt, or has a column that is added; no rows; no UTF-8.
     """
     rows: dict[int, Row] = {}
+    excluded: list[str] = []
     try:
         text = read_text(file)
     except UnicodeDecodeError as error:
@@ -218,7 +217,16 @@ def read_rows(file: Path) -> dict[int, Row]:
                 raise ValueError(
                     f"{file}:{number} has a column {column!r}, which is what is added: give it another name"
                 )
-        rows[number] = row
+        try:
+            mark = exclusion(row)
+        except ConversationError as error:
+            raise ValueError(f"{file}:{number}: {error}") from None
+        if mark:
+            excluded.append(f"{file}:{number}: {mark}")
+        else:
+            rows[number] = row
+    if excluded:
+        note(f"{len(excluded):,} rows left out by their marks, first {excluded[0]}")
     if not rows:
         raise ValueError(f"{file} has no prompts")
     return rows
@@ -273,40 +281,35 @@ def prompt_of(
 ) -> Prompt:
     """A row's prompt; ValueError, with `location`, if it cannot be asked.
 
-    A conversation loses a last message of the assistant; a text is a user's message. With `raw`, or without a chat
-    template, a text is tokenised as it is, and a conversation is an error.
+    The row is read as for training (`formats.asked`), but that a text is a user's message. With `raw`, or without a
+    chat template, a text is tokenised as it is, and a conversation is an error.
       row: of the prompts, with `messages` or `prompt`.
       tokenizer: of the model.
       location: "FILE:LINE" or "--prompt", for errors.
       template_arguments: further variables of the chat template, such as enable_thinking; None: none.
       pictures: how they are read; None: rows have none.
     """
-    column = next(name for name in CONVERSATIONS if name in row)
+    from jaxtune.train.data.rendering.formats import asked
+
     plain = raw or not tokenizer.chat_template
     processor, access = (None, None) if pictures is None else (pictures.processor, pictures.access)
     try:
-        conversation = turns_in(row[column], column) if column == "prompt" else row[column]
-        shown = [] if access is None else [(name, row[name]) for name in PICTURES if row.get(name)]
-        if column == "prompt" and isinstance(conversation, str):
-            if plain and not shown:
-                ids = prompt_tokens(tokenizer, conversation)
-                if not ids:
-                    raise ValueError("the prompt is empty")
-                return Prompt(ids)
-            conversation = {"role": "user", "content": conversation}
-        system = next((text for name in SYSTEM if isinstance(text := row.get(name), str)), "")
-        messages = with_system(read_messages(conversation, column, access), system)
-        if access is not None:
-            messages = with_pictures(messages, [p for name, cell in shown for p in column_pictures(cell, access, name)])
-        if messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
-            raise ValueError(f"{column!r} has no message to answer: give a text, or a list of messages")
-        if plain:
+        example, _ = asked(row, access)
+        if plain and (example.prompt is None or example.tools or example.arguments):
             refusal = "--raw takes texts only" if raw else "the tokenizer has no chat template"
-            raise ValueError(f"it has messages{' or pictures' * bool(shown)}, and {refusal}: give a text as 'prompt'")
+            raise ValueError(f"it has messages, pictures or tools, and {refusal}: give a text as 'prompt'")
+        if plain:
+            ids = prompt_tokens(tokenizer, example.prompt or "")
+            if not ids:
+                raise ValueError("the prompt is empty")
+            return Prompt(ids)
         tokens, placed = picture_prompt(
-            tokenizer, messages, processor, tools=tools_of(row), arguments=template_arguments
+            tokenizer,
+            example.messages or (),
+            processor,
+            tools=example.tools,
+            arguments={**(template_arguments or {}), **(example.arguments or {})},
+            continues=example.begun,
         )
         return Prompt(tokens.tolist(), PromptPictures.of(picture_arrays(len(tokens), placed, processor)))
     except TemplateError as error:

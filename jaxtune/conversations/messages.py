@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxtune.conversations.pictures import (
     PICTURE,
     TAG,
@@ -83,6 +85,7 @@ _PICTURES = ("images", "image")  # keys of a turn
 _SHOWN = re.compile(r'"(images?|image_url|input_image)"')  # in JSON of turns with pictures
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text")
+_THOUGHT_TEXTS = ("text", "value", "thinking", "reasoning", "content", "summary")  # the first with text is read
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -120,6 +123,7 @@ def read_messages(value: object, column: str = "messages", pictures: PictureAcce
             messages.append(_message(turn, pictures))
         except ConversationError as error:
             raise error.inside(column, index) from None
+    messages = _without_channels(messages, column)
     _refuse_selected_questions(messages, column)
     return _joined(messages, column)
 
@@ -150,6 +154,21 @@ def turns_in(value: object, column: str) -> object:
     except ConversationError as error:
         raise error.inside(column) from None
     return value
+
+
+def json_cell(value: object, column: str, begins: str) -> object:
+    """A cell, decoded if it is text that begins as JSON of its kind does; blank text is None. Raises ConversationError
+    for such text that is no JSON.
+
+      value: the cell.
+      column: its name, for errors.
+      begins: "[" for a list, "{" for an object.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    return _loaded(value, "is not JSON", column) if value.lstrip().startswith(begins) else value
 
 
 def read_tools(value: object, column: str = "tools") -> list[Message] | None:
@@ -198,13 +217,16 @@ def _shows(turn: object) -> bool:
 
 
 def with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> list[Message]:
-    """The messages with a row's pictures: for parts without a payload and tags <image>, in order; before the first
-    user's text if there are none of either. Raises ConversationError if their numbers differ.
+    """The messages with a row's pictures: for parts without a payload and tags <image> outside of answers, in order;
+    before the first user's text if there are none of either. Raises ConversationError if their numbers differ.
     """
     awaited = sum(picture is None for message in messages for picture in _marked(message))
-    tags = sum(message["content"].count(TAG) for message in messages) if pictures else 0
+    may_show = (message["content"] for message in messages if message["role"] != "assistant")
+    tags = sum(content.count(TAG) for content in may_show) if pictures else 0
     counted = {awaited: False, awaited + tags: bool(tags)} if awaited else {tags: bool(tags)}
     if pictures and not awaited and not tags:
+        if any(TAG in message["content"] for message in messages):
+            raise ConversationError(_NO_ANSWER)
         first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
             raise ConversationError("there are pictures, and no user's message to which they belong")
@@ -222,10 +244,10 @@ def with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> l
 
 def _placed(message: Message, waiting: Iterator[Picture], reads_tags: bool) -> Message:
     content, pictures = message["content"], iter(_marked(message))
-    if not _marked(message) and not (reads_tags and TAG in content):
-        return message
-    if message["role"] == "assistant":
+    if message["role"] == "assistant" and _marked(message):
         raise ConversationError(_NO_ANSWER)
+    if not _marked(message) and (message["role"] == "assistant" or not (reads_tags and TAG in content)):
+        return message
     if len(_marked(message)) != content.count(PICTURE):
         raise ConversationError(_MARK_IN_TEXT)
     placed = []
@@ -309,6 +331,25 @@ def row_marks(columns: Mapping[str, object]) -> dict[str, bool]:
     }
     truths = {name: _TRUTH.get(str(columns[name]).strip().lower()) for name in training_truths}
     return {name: truth is training_truths[name] for name, truth in truths.items() if truth is not None}
+
+
+def turn_marks(cell: object, name: str) -> list[object]:
+    """The marks of each turn in a column: a list, an array or their JSON text; [] if it has none. Raises
+    ConversationError for marks in another form.
+    """
+    if _training_truth(name) is None:
+        return []
+    cell = cell.tolist() if isinstance(cell, np.ndarray) else cell
+    if isinstance(cell, str):
+        words = [word for word in re.split(r"[\s,;()\[\]{}|]+", cell) if word]
+        several = len(words) > 1 and all(map(is_mark, words))
+        if several or cell.lstrip().startswith("[") or ("mask" in snake(name) and re.fullmatch("[01]{2,}", cell)):
+            cell = _loaded(cell, "is no JSON list with 0 or 1 for each turn", name)
+            if not isinstance(cell, list):
+                raise ConversationError(f"{_short(cell)}: write a list with 0 or 1 for each turn", name)
+    if isinstance(cell, Mapping) and "mask" in snake(name):
+        raise ConversationError(f"{_short(cell)}: write a list with 0 or 1 for each turn", name)
+    return list(cell) if isinstance(cell, list | tuple) else []
 
 
 @functools.lru_cache(1024)  # columns are those of all rows
@@ -444,6 +485,8 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
             message["pictures"] = pictures
         if access is not None and (column := next((name for name in _PICTURES if extra.get(name)), None)):
             [message] = with_pictures([message], column_pictures(extra.pop(column), access, column))
+        elif role != "assistant":
+            _refuse_unshown(turn, message["content"])
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):
         raise ConversationError(f"a message of the role {role} has no content")
@@ -462,6 +505,19 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
                 extra[name] = extra.pop(key)
     marks = _marks(extra, message)
     return message | {name: cell for name, cell in extra.items() if name not in NEUTRAL} | marks
+
+
+def _refuse_unshown(turn: Mapping[str, object], content: str) -> None:
+    """Raises ConversationError for pictures of a turn that are not read: they are empty beside a tag, or the model has
+    no eyes for them; a single text without a tag, such as an address, may be of something else.
+    """
+    for name in (name for name in _PICTURES if name in turn):
+        cell = turn[name]
+        is_empty = cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell)
+        if is_empty and TAG in content:
+            raise ConversationError(f"is empty, and {TAG} in the text stands for a picture: leave one out", name)
+        if not is_empty and (TAG in content or not isinstance(cell, str)):
+            raise ConversationError("pictures, of which this model reads none", name)
 
 
 def _within[T](key: str | None, read: Callable[..., T], *values: object) -> T:
@@ -509,16 +565,18 @@ def _content(
             texts.append(PICTURE)
             continue
         kind, text = _part(part)
-        if kind in _CALL_PARTS:
+        if kind in _THOUGHT_PARTS or (isinstance(part, Mapping) and part.get("thought") is True):  # as Gemini marks it
+            thoughts.append(_within_item(index, part))
+        elif kind in _CALL_PARTS:
             written = part if text is None else text
             calls += _calls(written)[1]
-        elif text is None or kind not in (*_TEXT_PARTS, *_THOUGHT_PARTS):
+        elif text is None or kind not in _TEXT_PARTS:
             raise ConversationError(
                 f"a part of the type {kind[:80]} in content; only text can be read" + " and pictures" * bool(access),
                 index,
             )
         else:
-            (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
+            texts.append(text)
     joined = "".join(texts)
     if pictures and joined.count(PICTURE) != len(pictures):
         raise ConversationError(_MARK_IN_TEXT)
@@ -538,24 +596,45 @@ def _part(part: object) -> tuple[str, str | None]:
     if not isinstance(part, Mapping):
         return type(part).__name__, None
     kind = str(part.get("type") or ("text" if isinstance(part.get("text"), str) else "without a type"))
-    cells = [part[key] for key in ("text", "value", "thinking", "reasoning", "content", kind) if key in part]
+    cells = [part[key] for key in ("text", "value", "content", kind) if key in part]
     text = next((cell for cell in cells if cell is not None), None)
-    if text is None and kind in (*_TEXT_PARTS, *_THOUGHT_PARTS):
+    if text is None and kind in _TEXT_PARTS:
         text = ""
     return kind, text if isinstance(text, str) else None
 
 
 def _thoughts(extra: Message) -> list[str]:
-    """The thoughts of a turn, removed from `extra`: texts, or lists of parts."""
-    thoughts = []
-    for key in THOUGHT:
-        value = extra.get(key)
-        if isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(p, Mapping) for p in value)):
-            text = value if isinstance(value, str) else "".join(_part(part)[1] or "" for part in value)
-            del extra[key]
-            if text.strip():
-                thoughts.append(text)
-    return thoughts
+    """The thoughts of a turn, removed from `extra`."""
+    read = [_within(key, _thought, extra.pop(key)) for key in THOUGHT if key in extra]
+    return [text for text in read if text.strip()]
+
+
+def _thought(value: object) -> str:
+    """The text of a thought: text, a part, or a list of both, nested too; ConversationError for another value."""
+    if isinstance(value, str):
+        return value
+    if value is None or value is False or value == {}:
+        return ""
+    if isinstance(value, list | tuple):
+        return "".join(_within_item(index, item) for index, item in enumerate(value))
+    if not isinstance(value, Mapping):
+        raise ConversationError(f"a thought is text or parts of text, not {type(value).__name__}")
+    kind = value.get("type")
+    names = [name for name in _THOUGHT_TEXTS if name in value]
+    if kind not in (None, *_TEXT_PARTS, *_THOUGHT_PARTS, "summary_text") or not names:
+        raise ConversationError(f"a thought's part of the type {_short(kind)} has no known text: give it as text")
+    texts = [_within(name, _thought, value[name]) for name in names]
+    text = next(filter(str.strip, texts), texts[0])
+    if not text.strip() and value.get("encrypted_content"):
+        raise ConversationError("the thought is encrypted: leave it out, or the row")
+    return text
+
+
+def _within_item(index: int, item: object) -> str:
+    try:
+        return _thought(item)
+    except ConversationError as error:
+        raise error.inside(index) from None
 
 
 def _calls(value: object) -> tuple[str, list[Message]]:
@@ -659,7 +738,7 @@ def _marks(extra: Message, message: Message) -> Message:
             truths[key] = value is MARKS[name]
         elif name in DETAILS:
             details = _within(key, _details, extra.pop(key), message["content"])
-        elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and _is_mark(extra[key]):
+        elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and is_mark(extra[key]):
             raise ConversationError(
                 f"{_short(extra[key])} seems to say whether the answer is trained on, and this key is unknown: name it "
                 "loss_mask (1 trains on it) or masked (true leaves it out)",
@@ -683,7 +762,8 @@ def snake(key: object) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(key)).lower().replace("-", "_")
 
 
-def _is_mark(value: object) -> bool:
+def is_mark(value: object) -> bool:
+    """Whether a value says that something is trained on, or is not."""
     return str(value).strip().lower() in _TRUTH
 
 
@@ -727,6 +807,50 @@ def _refuse_selected_questions(messages: Sequence[Message], column: str) -> None
                 column,
                 index,
             )
+
+
+def _without_channels(messages: list[Message], column: str) -> list[Message]:
+    """The messages with gpt-oss's channels followed: what the assistant says in `analysis` is the thought of its next
+    message. Raises ConversationError for a turn of a channel, or to a recipient, that is no message.
+    """
+    result: list[Message] = []
+    thought: Message | None = None
+    for index, message in enumerate(messages):
+        is_answer, channel = message["role"] == "assistant", message.get("channel")
+        recipient = message.get("recipient")
+        if is_answer and isinstance(recipient, str) and recipient not in ("", "all", "user", "assistant"):
+            why = f"{_short(recipient)}: a turn to a tool is a call: write it as tool_calls"
+            raise ConversationError(why, column, index, "recipient")
+        is_known = channel in ("analysis", "commentary", "final") and message["role"] in ("assistant", "tool")
+        if is_known:
+            message = {key: value for key, value in message.items() if key != "channel"}
+        if is_answer and channel == "commentary" and "tool_calls" not in message:
+            raise ConversationError("'commentary' without tool_calls is no answer", column, index, "channel")
+        is_thought = is_answer and channel == "analysis" and "tool_calls" not in message
+        try:
+            if thought is not None:
+                message = _after_thought(thought, message)
+        except ConversationError as error:
+            raise error.inside(column, index) from None
+        if is_thought:
+            own = message.get("reasoning_content")
+            thought = {**message, "reasoning_content": "\n\n".join(filter(None, (own, message["content"])))}
+            continue
+        thought = None
+        result.append(message)
+    if thought is not None:
+        raise ConversationError("it ends in the channel 'analysis', a thought without an answer", column)
+    return result
+
+
+def _after_thought(thought: Message, message: Message) -> Message:
+    """An assistant's message with the thought of the turn before it."""
+    if message["role"] != "assistant":
+        raise ConversationError("a thought (channel 'analysis') is before it, and no answer of the assistant")
+    if thought.get("train", True) != message.get("train", True) or "train_detail" in thought:
+        raise ConversationError("it and its thought (channel 'analysis') are marked differently: mark both alike")
+    texts = [text for text in (thought["reasoning_content"], message.get("reasoning_content")) if text]
+    return {**message, "reasoning_content": "\n\n".join(dict.fromkeys(texts))}
 
 
 def _joined(messages: list[Message], column: str) -> list[Message]:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from jaxtune.conversations.messages import (
     MARKS,
     NEUTRAL,
     ROLES,
+    THOUGHT,
     ConversationError,
     exclusion,
     for_template,
@@ -462,9 +464,77 @@ def test_each_mark_beside_a_conversation_is_followed(name):
         assert exclusion({"messages": [], name: value}) == ""
     assert unread({"messages": [Q], name: leaves}, "messages") == []
     assert unread({"messages": [Q], name: 0.5}, "messages") == [name]
+    assert normalize({"prompt": "q", "completion": "a", name: ["b", "c"]}, "prompt_completion").prompt == "q"
     other = next(key for key, mark in MARKS.items() if mark is not MARKS[name])
     with pytest.raises(ConversationError, match="disagree whether the row is trained on"):
         exclusion({name: 1, other: 1})
+
+
+@given(
+    st.sampled_from(sorted(MARKS)),
+    st.lists(st.booleans(), min_size=2, max_size=2),
+    st.sampled_from(["d", " ", ",", "()"]),
+)
+def test_marks_of_turns_that_are_text_are_followed_or_refused(name, trains, form):
+    marks = [0, int(trains[0] is MARKS[name]), 0, int(trains[1] is MARKS[name])]
+    marks[::2] = [int(not MARKS[name])] * 2  # of questions
+    messages = [Q, A, Q, A]
+    row = {"messages": json.dumps(messages), name: json.dumps(marks)}
+    for cell in (json.dumps(marks), marks, tuple(marks), np.array(marks), json.dumps([bool(mark) for mark in marks])):
+        made = normalize(row | {name: cell}, "messages")
+        assert [message["train"] for message in made.messages[1::2]] == trains
+        assert unread(row | {name: cell}, "messages") == []
+    text = str(tuple(marks)) if form == "()" else ("" if form == "d" else form).join(map(str, marks))
+    if form != "d" or "mask" in name:
+        for format, other in (
+            ("messages", row),
+            ("text", {"text": "a"}),
+            ("prompt_completion", {"prompt": "q", "completion": "a"}),
+            ("alpaca", {"instruction": "q", "output": "a"}),
+        ):
+            with pytest.raises(RowError, match=name):
+                normalize(other | {name: text}, format)
+
+
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": read_messages([turn("function_call", '{"name": "add"}')])[0]["tool_calls"],
+}
+CHANNELS = [
+    ([A | {"channel": "final"}], [A]),
+    ([turn("assistant", "HMM", channel="analysis"), A | {"channel": "final"}], [A | {"reasoning_content": "HMM"}]),
+    (
+        [turn("assistant", text, channel="analysis") for text in ("HMM", "so")] + [A],
+        [A | {"reasoning_content": "HMM\n\nso"}],
+    ),
+    (
+        [turn("assistant", "HMM", channel="analysis"), {**CALLED, "channel": "commentary"}],
+        [{**CALLED, "reasoning_content": "HMM"}],
+    ),
+    ([A | {"channel": "web", "recipient": "all"}], [A | {"channel": "web", "recipient": "all"}]),
+]
+
+
+@pytest.mark.parametrize(("turns", "expected"), CHANNELS)
+def test_channels_are_followed(turns, expected):
+    assert read_messages([Q, *turns]) == [Q, *expected]
+    assert read_messages(read_messages([Q, *turns, Q, A])) == [Q, *expected, Q, A]
+
+
+@pytest.mark.parametrize(
+    ("turns", "why"),
+    [
+        ([turn("assistant", "HMM", channel="analysis")], "a thought without an answer"),
+        ([turn("assistant", "HMM", channel="analysis"), Q, A], "no answer of the assistant"),
+        ([turn("assistant", "HMM", channel="analysis", loss=0), A], "marked differently"),
+        ([turn("assistant", "Wait.", channel="commentary"), A], "without tool_calls"),
+        ([turn("assistant", "{}", recipient="functions.add")], "write it as tool_calls"),
+    ],
+)
+def test_channels_that_are_no_messages_are_refused(turns, why):
+    with pytest.raises(ConversationError, match=rf"messages.*{why}"):
+        read_messages([Q, *turns])
 
 
 def test_unknown_keys_are_named():
@@ -496,3 +566,48 @@ def test_maps_and_json_of_parquet_are_objects(tmp_path):
     [row] = read_parquet(tmp_path / "a.parquet", 0)
     assert row.value["messages"][0]["tool_calls"] == [{"name": "f", "arguments": {"a": 1, "b": 2}}]
     assert row.value["other"] == [Q, {"a": None}]
+
+
+THOUGHTS = {  # forms of a thought
+    "text": lambda text: text,
+    "texts": lambda text: [text[:1], text[1:]],
+    "an object": lambda text: {"type": "thinking", "thinking": text, "signature": "x"},
+    "without a type": lambda text: {"text": text},
+    "parts": lambda text: [{"type": "text", "text": text[:1]}, {"type": "thinking", "thinking": text[1:]}],
+    "chunks": lambda text: [{"type": "thinking", "thinking": [{"type": "text", "text": text}]}],
+    "a summary": lambda text: [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}],
+    "content": lambda text: {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}], "summary": []},
+}
+
+
+@given(st.text("ab \n", min_size=1).filter(str.strip), st.sampled_from([*THOUGHTS]), st.sampled_from(THOUGHT))
+def test_a_thought_is_read_in_each_form_and_place(text, form, key):
+    thought = THOUGHTS[form](text)
+    read = [read_messages([Q, {**A, key: thought}])]
+    parts = thought if isinstance(thought, list) else [thought]
+    if all(isinstance(part, dict) and part.get("type") in ("thinking", "reasoning") for part in parts):
+        read.append(read_messages([Q, {**A, "content": [*parts, {"type": "text", "text": A["content"]}]}]))
+    if form == "without a type":  # Gemini's
+        read.append(
+            read_messages([Q, {"role": "model", "parts": [{**thought, "thought": True}, {"text": A["content"]}]}])
+        )
+    assert all(messages[1] == A | {"reasoning_content": text} for messages in read)
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [True, 3, 0.5, [1], [["a"], True], {"a": "b"}, {"type": "redacted_thinking", "data": "x"}, b"a"]
+    + [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, {"type": "thinking", "thinking": {"a": 1}}],
+)
+@pytest.mark.parametrize("key", THOUGHT)
+def test_a_thought_of_an_unknown_form_is_refused(key, thought):
+    with pytest.raises(ConversationError, match=rf"messages\[1\].{key}.*(thought|encrypted)"):
+        read_messages([Q, {**A, key: thought}])
+    if isinstance(thought, dict) and "type" in thought:
+        with pytest.raises(ConversationError, match=r"messages\[1\].content\[0\].*(type|thought|encrypted)"):
+            read_messages([Q, {**A, "content": [thought, {"type": "text", "text": "a"}]}])
+
+
+@pytest.mark.parametrize("nothing", [None, False, "", [], {}, {"text": None}, {"type": "reasoning", "summary": []}])
+def test_no_thought_is_handed_on_where_there_is_none(nothing):
+    assert read_messages([Q, {**A, "reasoning_content": nothing}]) == [Q, A]

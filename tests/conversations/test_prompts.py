@@ -159,7 +159,7 @@ def test_all_ways_ask_with_the_same_tokens(name, test_data, monkeypatch):
         example = Example(messages=[*messages, {"role": "assistant", "content": "Yes."}], tools=tools)
         [row] = encoder.encode([example])
         assert not isinstance(row, RowError) and row.mask.any()
-        if encoder.render(example).text.startswith(encoder._render(messages, tools, add_generation_prompt=True)):
+        if encoder.render(example).text.startswith(encoder._render(messages, example, add_generation_prompt=True)):
             assert row.tokens[: len(ids)].tolist() == ids
 
     check()

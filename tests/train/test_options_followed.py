@@ -118,7 +118,11 @@ def objective(name: str, **options) -> object:
     if name == "distill":
         options.setdefault("teacher", "base")
     config = TrainConfig(
-        model=ModelConfig(path="x"), data=DataConfig("x"), objective=ObjectiveConfig(name, **options), output="x"
+        model=ModelConfig(path="x"),
+        data=DataConfig("x"),
+        objective=ObjectiveConfig(name, **options),
+        output="x",
+        micro_batches=1,
     )
     return decided_objective(config)
 

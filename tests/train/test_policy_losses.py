@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
+from jaxtune.models.placement import partition
+from jaxtune.train.config import ConfigError, DataConfig, ModelConfig, ObjectiveConfig, TrainConfig
 from jaxtune.train.objectives.grpo import (
     Answers,
     PolicyLoss,
@@ -21,6 +26,7 @@ from jaxtune.train.objectives.grpo import (
     rloo_advantages,
     rloo_loss,
 )
+from jaxtune.train.objectives.named import objective_of
 
 NAN = np.nan
 
@@ -158,6 +164,42 @@ def test_only_tokens_of_high_entropy_count():
 
     gradient = np.asarray(jax.grad(loss)(answers.logps)).reshape(-1)
     assert (gradient[:16] == 0).all() and (gradient[16:] != 0).all()
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([0.1, 0.25, 0.5, 0.9]), st.integers(0, 99))
+def test_devices_choose_the_tokens_that_one_would(devices, share, seed):
+    """Of the first device's answers, the entropies are three times those of the others."""
+    answers = some_answers(seed, count=8)
+    answers = dataclasses.replace(answers, entropies=answers.entropies.at[: 8 // devices].multiply(3.0))
+    options = PolicyLoss(top_entropy_quantile=share)
+
+    def gradient(logps, answers):
+        def loss(logps):
+            total, count, _ = grpo_sums(dataclasses.replace(answers, logps=logps), options)
+            return partition.total(total) / partition.total(count)
+
+        return jax.grad(loss)(logps)
+
+    rows = PartitionSpec(("data", "fsdp"))
+    fields = {name: getattr(answers, name) for name in ("mask", "advantages", "entropies", "old_logps")}
+    divided = partition.divided(
+        lambda logps, fields: gradient(logps, Answers(logps, **fields)),
+        partition.make_mesh(devices, 1),
+        (rows, rows),
+        rows,
+    )
+    expected = gradient(answers.logps, Answers(answers.logps, **fields))
+    np.testing.assert_allclose(jax.jit(divided)(answers.logps, fields), expected, atol=1e-6)
+
+
+def test_a_run_whose_plan_would_choose_the_tokens_is_refused():
+    options = dict(model=ModelConfig(path="x"), data=DataConfig("x"), output="x")
+    section = ObjectiveConfig("grpo", reward_funcs=("brevity",), top_entropy_quantile=0.2)
+    with pytest.raises(ConfigError, match=r"micro_batches .*top_entropy_quantile = 0.2: .*set micro_batches"):
+        TrainConfig(objective=section, **options)
+    config = TrainConfig(objective=section, micro_batches=1, **options)
+    assert objective_of(config.objective).by_micro_batch
+    assert not objective_of(dataclasses.replace(section, top_entropy_quantile=1.0)).by_micro_batch
 
 
 def test_an_entropy_bonus_is_taken_from_the_loss():

@@ -261,6 +261,13 @@ def largest(value: jax.Array) -> jax.Array:
     return jax.lax.pmax(value, axes) if axes else value
 
 
+def gathered(value: jax.Array) -> jax.Array:
+    """This device's rows as those of the whole batch, without a gradient; unchanged outside `divided`."""
+    axes = _row_axes()
+    value = jax.lax.stop_gradient(value)
+    return jax.lax.all_gather(value, axes, tiled=True) if axes else value
+
+
 @jax.custom_vjp
 def _total(sums):
     """`total` inside `divided`; its derivative is the identity."""

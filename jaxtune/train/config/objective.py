@@ -402,7 +402,9 @@ class ObjectiveConfig:
     importance_sampling_clip_max: Annotated[float | None, "The correction's upper bound (3)."] = None
     importance_sampling_clip_min: Annotated[float | None, "The correction's lower bound (none)."] = None
     use_bias_correction_kl: Annotated[bool | None, "Multiply the divergence by the ratio (true)."] = None
-    top_entropy_quantile: Annotated[float | None, "The share of tokens, of largest entropy, that count (1)."] = None
+    top_entropy_quantile: Annotated[
+        float | None, "The share of tokens, of largest entropy in a micro-batch, that count (1); needs micro_batches."
+    ] = None
     entropy_coef: Annotated[float | None, "Factor of the mean entropy that is added to the objective (0)."] = None
     sapo_temperature_pos: Annotated[float | None, "Slope of sapo's clipping for positive advantages (1)."] = None
     sapo_temperature_neg: Annotated[float | None, "Slope of sapo's clipping for other advantages (1.05)."] = None

@@ -193,6 +193,14 @@ class TrainConfig:
     def _check_division_of_steps(self) -> None:
         """A step's tokens must fit in int32, its rows divide evenly; mesh.fsdp > 1 rules out some keys."""
         require_step_size(self.rows_per_step, self.data.length, self.micro_batches)
+        share = self.objective.top_entropy_quantile
+        require(
+            share is None or share == 1.0 or self.micro_batches is not None,
+            "micro_batches",
+            None,
+            f"objective.top_entropy_quantile = {share}: its tokens are chosen in each micro-batch, whose number would "
+            "follow the free memory; set micro_batches (1: they are chosen in the whole step)",
+        )
         if self.mesh is not None and -1 not in self.mesh.sizes and not self.unit.counts_examples:
             require_shared_rows(self.rows_per_step, self.micro_batches, self.mesh, math.prod(self.mesh.sizes))
         divides = None if self.mesh is None else self.mesh.divides_tensors

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtune.models.placement import partition
+
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"]
 Level = Literal["token", "sequence"]
 # Whose standard deviation divides the advantages.
@@ -249,7 +251,7 @@ class PolicyLoss:
     """Multiply a token's divergence by its unclipped ratio, with gradient."""
 
     top_entropy_quantile: float = 1.0
-    """Share of tokens, those of largest entropy in the batch (a run: in a device's rows of a micro-batch), that count;
+    """Share of tokens, those of largest entropy in the batch (a run: in a micro-batch, over all devices), that count;
     the divisor counts all.
     """
 
@@ -463,7 +465,7 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """float32[answers, tokens]: 1 at the `share` of masked tokens with the largest entropies."""
+    """float32[answers, tokens]: 1 at the `share` of masked tokens, of all devices, with the largest entropies."""
     entropies = jax.lax.stop_gradient(entropies)
-    bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)
+    bound = jnp.nanquantile(partition.gathered(jnp.where(mask > 0, entropies, jnp.nan)), 1.0 - share)
     return ((entropies * mask >= bound) & (mask > 0)).astype(jnp.float32)

@@ -42,7 +42,6 @@ class KTO(Referenced):
 
     name: ClassVar[str] = "kto"  # by which objective.name selects it
     row_format: ClassVar[str | None] = LABELLED  # data rows have one answer and a label
-    by_micro_batch: ClassVar[bool] = True  # its mismatched answers estimate the divergence
     no_right_answer: ClassVar[str | None] = None
     unit: ClassVar[str] = "examples"  # what the count of `loss` counts: labelled answers
     # the names of the sums of `loss` for metrics
@@ -51,6 +50,10 @@ class KTO(Referenced):
         "examples/chosen",
         *(f"{kind}/{side}" for kind in ("rewards", "logps") for side in _SIDES),
     )
+
+    @property
+    def by_micro_batch(self) -> bool:
+        return True  # its mismatched answers estimate the divergence
 
     def prepare(
         self,

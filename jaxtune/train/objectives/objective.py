@@ -66,8 +66,11 @@ class Declared(Protocol):
     """Why no row has an answer to compare the model's with; None: rows have one."""
     reads_pictures: ClassVar[bool] = False
     """Whether its rows may have pictures: its `prepare` then takes `pictures` (PictureOptions), too."""
-    by_micro_batch: ClassVar[bool] = False
-    """Whether a row's loss depends on the others of its micro-batch."""
+
+    @property
+    def by_micro_batch(self) -> bool:
+        """Whether a row's loss depends on the others of its micro-batch."""
+        return False
 
     @property
     def without_pictures(self) -> tuple[str, str] | None:

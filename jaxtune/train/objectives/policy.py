@@ -129,6 +129,11 @@ class GRPO(Declared):
         return cls(**sections, **options)
 
     @property
+    def by_micro_batch(self) -> bool:
+        """Whether tokens are chosen among those of a micro-batch, by entropy."""
+        return self.losses.top_entropy_quantile < 1.0
+
+    @property
     def unit(self) -> str:
         """ "answers", "possible_tokens" (dr_grpo) or "tokens", by loss type; with `over_generation` not the step's own
         number.

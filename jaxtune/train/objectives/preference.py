@@ -328,9 +328,12 @@ class ORPO(Preference):
     name: ClassVar[str] = "orpo"  # by which objective.name selects it
     # the names of the sums of `loss` for metrics
     sums: ClassVar[tuple[str, ...]] = (*METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
-    by_micro_batch: ClassVar[bool] = True  # its likelihood is a mean over tokens
     by_mean: ClassVar[bool] = True  # log-probabilities are means over the tokens of an answer
     documents: ClassVar[bool] = True  # `pair_losses` needs the log-probabilities of whole documents
+
+    @property
+    def by_micro_batch(self) -> bool:
+        return True  # its likelihood is a mean over tokens
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Metrics: "nll_loss", a pair's part, whose mean over pairs is the mean over tokens; "log_odds_chosen", the

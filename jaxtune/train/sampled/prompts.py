@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtune.conversations.answers import AnswerReader, Completions
-from jaxtune.conversations.messages import ConversationError, in_parts, pictures_of, read_messages, turns_in
+from jaxtune.conversations.messages import in_parts, pictures_of, read_messages, turns_in
 from jaxtune.models.generation.grammars import Grammars, grammar_of
 from jaxtune.models.generation.requests import Constraint
 from jaxtune.models.placement import partition
@@ -21,18 +21,16 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.config.sections import Unset
 from jaxtune.train.data.packing.answers import packed_shape
 from jaxtune.train.data.rendering.formats import (
+    ARGUMENTS,
     HISTORY,
     Example,
-    detect_format,
-    illustrated,
-    normalize,
+    asked,
     picture_columns,
-    refuse_media,
 )
 from jaxtune.train.data.rendering.pictures import PictureOptions
 from jaxtune.train.data.rendering.templates import RowEncoder, resolve_template
 from jaxtune.train.data.rows.reading import open_sources
-from jaxtune.train.data.rows.row_errors import Excluded, RowError, SetupError, check_unicode
+from jaxtune.train.data.rows.row_errors import Excluded, RowError, SetupError
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
 from jaxtune.train.objectives.sampling import Settings
 from jaxtune.train.sampled.answering import Answering, OneTurn, Prompt, Sampling, ToolTurns
@@ -363,39 +361,23 @@ def prompt_of(
       file: name of the row's, beside which its pictures may be.
     """
     access = None if encoder.pictures is None else encoder.pictures.access(file)
-    refuse_media(value, access)
-    try:
-        prompt_cell = turns_in(value.get("prompt"), "prompt")
-    except ConversationError as error:
-        raise RowError(str(error)) from None
-    if isinstance(prompt_cell, Mapping):
-        prompt_cell = [prompt_cell]
-    is_answered = any(_is_answer(value.get(name)) for name in ("completion", "response"))
-    if isinstance(prompt_cell, str) and not is_answered:
-        check_unicode(prompt_cell)
-        example = Example(
-            prompt=prompt_cell, messages=[{"role": "user", "content": prompt_cell}]
-        )  # a template shows the latter
-        example = illustrated(value, example, access)
-    elif isinstance(prompt_cell, list) and not _is_answer(value.get("completion")):
-        example = normalize({**value, "messages": prompt_cell}, "messages", access)
-    else:
-        example = normalize(value, detect_format(value) if prompt_cell is None else "prompt_completion", access)
-    if example.text is not None:
-        raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
+    example, answer = asked(value, access)
     columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
-    messages = list(example.messages or ())
-    if messages and messages[-1]["role"] == "assistant":
-        columns.setdefault(ANSWER, messages.pop()["content"])
-    messages = messages[: example.prompt_messages or None]
-    example = dataclasses.replace(example, messages=messages, completion=None)
-    has_pictures = any(map(pictures_of, messages))
-    prompt: Turns = [in_parts(message) for message in messages]
-    if isinstance(prompt_cell, str) and not value.get(HISTORY) and not has_pictures:
-        prompt = example.prompt or prompt_cell  # with the column of a system message
+    if answer is not None:
+        columns.setdefault(ANSWER, answer)
+    prompt: Turns = [in_parts(message) for message in example.messages or ()]
+    cell = turns_in(value.get("prompt"), "prompt")
+    if isinstance(cell, str) and not value.get(HISTORY) and not any(map(pictures_of, example.messages or ())):
+        prompt = cell if example.prompt is None else example.prompt  # with the column of a system message
+    if encoder.is_plain(example):
+        _refuse_beside_text(example)
     if tools is not None:
         if isinstance(prompt, str):
             raise RowError("its prompt is a text; a prompt with objective.tools is a list of messages")
+        if example.begun:
+            raise RowError("its prompt ends with a begun answer, which cannot be continued with objective.tools")
+        if example.arguments:
+            raise RowError(f"{ARGUMENTS[0]} cannot be followed with objective.tools: set data.template_arguments")
         example = dataclasses.replace(example, tools=tools.schemas(columns) or None)
     tokens, pictures = encoder.encode_asked(example)
     ids = tuple(tokens.tolist())
@@ -408,7 +390,11 @@ def prompt_of(
     return Prompt(prompt, ids, columns, pictures, *names)
 
 
-def _is_answer(completion: object) -> bool:
-    """Whether a completion beside a prompt is an answer, a text or turns, and no column for reward functions."""
-    turns = completion if isinstance(completion, list) else [completion]
-    return bool(turns) and (isinstance(completion, str) or all(isinstance(turn, Mapping) for turn in turns))
+def _refuse_beside_text(example: Example) -> None:
+    """Raises RowError for what a prompt without a chat template cannot show."""
+    for name, cell in (("tools", example.tools), (ARGUMENTS[0], example.arguments)):
+        if cell:
+            raise RowError(
+                f"column {name} beside a prompt of text, which only a chat template can follow: set data.template, "
+                "make the prompt a list of messages, or leave the column out"
+            )

@@ -131,7 +131,7 @@ class RolloutFunction:
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[SampledTurns], dict[str, float]]:
         """ConfigError for a list that is missing or of another length, or an answer that is empty or too long."""
-        sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
+        sampler = RolloutModel(model, self.sampling, self.length, self._encoded(prompts), seeds[0])
         shown_prompts = [prompt.turns for prompt in prompts]
         result = self._called([own_copy(prompt) for prompt in shown_prompts], sampler)
         if not isinstance(result, Mapping) or any(name not in result for name in _NEEDED):
@@ -157,6 +157,17 @@ class RolloutFunction:
             )
             for index, prompt in enumerate(shown_prompts)
         ], {}
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> Callable[[Turns], tuple[int, ...]]:
+        """`encode`, and for the rows' own prompts their ids, with the rows' tools and template variables."""
+
+        def encoded(turns: Turns) -> tuple[int, ...]:
+            known = {prompt.ids for prompt in prompts if prompt.turns == turns}
+            if len(known) > 1:
+                raise ValueError("two rows have this prompt, and other tools or chat_template_kwargs")
+            return known.pop() if known else self.encode(turns)
+
+        return encoded
 
     def _called(self, prompts: list[Turns], model: RolloutModel) -> object:
         """The function's result. Exceptions of JAX pass, such as running out of memory."""

@@ -175,6 +175,17 @@ def test_a_text_that_ends_otherwise_than_with_the_eos(text, expected):
     assert (found.responses, found.ended) == (len(expected), len(expected))
 
 
+@pytest.mark.parametrize("tail", ["", "\n", " ", "\n\n", " \n\t"])
+@pytest.mark.parametrize("train_on", ["responses", "turns", "completion", "all"])
+@pytest.mark.parametrize("form", ["text", "completion"])
+def test_white_space_may_follow_the_end_of_a_rendered_text(tail, train_on, form):
+    """Without markers; a template's end is the EOS here, so that none is appended."""
+    ends = Example(text=f"{TEXT}{END}{tail}") if form == "text" else Example(prompt="C?", completion=f"D{END}{tail}")
+    tokenizer = make_tokenizer()
+    (found,) = RowEncoder(tokenizer, train_on=train_on).encode([ends])
+    assert found.ended == 1 and tokenizer.decode(found.tokens).rstrip().endswith(END)
+
+
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_no_such_row_vanishes(on_bad_row, write, tmp_path):
     rows = [{"text": f"{TEXT}{END}\n"}, {"text": f"<|im_start|>user\nA?{END}\n"}, {"text": f"{TEXT}{END}\n"}]

@@ -291,7 +291,9 @@ def test_columns_of_which_nothing_is_read_are_named():
         (PREFERENCE, {"prompt": "P", "chosen": "A", "rejected": "B"}),
         (LABELLED, {"prompt": "P", "completion": "C", "label": True}),
     ):
-        assert unread({**row, "tools": tools}, kind) == ["tools"]
+        more = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+        assert unread({**row, **more}, kind, plain=True) == [*more]
+        assert unread({**row, **more}, kind) == []
         assert unread({**row, "prompt": turns[:1], "tools": tools}, kind) == []
     row = {"prompt": "P", "messages": turns, "tools": tools, "label": True}  # the messages have the prompt
     assert unread(row, LABELLED) == ["prompt"]

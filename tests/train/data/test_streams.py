@@ -163,6 +163,46 @@ def test_shards_of_a_data_set_stream_as_files_do(tmp_path):
     assert sorted(one_epoch(source(saved, rows_per_step=1, packing=False), 60)) == list(range(60))
 
 
+DERIVED = {
+    "shuffled": lambda rows: rows,
+    "mapped": lambda rows: rows.map(lambda one: one),
+    "filtered": lambda rows: rows.filter(lambda one: int(one["text"]) % 3),
+    "taken": lambda rows: rows.take(17),
+    "skipped": lambda rows: rows.skip(3),
+    "batched": lambda rows: rows.map(lambda one: one, batched=True, batch_size=4),
+    "columns": lambda rows: rows.rename_column("text", "other").rename_column("other", "text"),
+}
+
+
+@pytest.mark.parametrize("with_pictures", [False, True])
+@pytest.mark.parametrize("derived", DERIVED)
+def test_each_pass_whole_and_resumed_is_the_streams_own(derived, with_pictures):
+    """With pictures, which are left undecoded, the stream that is read is one that is made here."""
+    from datasets import Dataset, Features, Image, Value
+
+    features = Features({"text": Value("string")} | ({"image": Image()} if with_pictures else {}))
+    table = [{"text": str(number)} | ({"image": None} if with_pictures else {}) for number in range(23)]
+
+    def made():
+        stream = Dataset.from_list(table, features=features).to_iterable_dataset(num_shards=3)
+        return DERIVED[derived](stream.shuffle(seed=5, buffer_size=6))
+
+    def read(epoch: int, after: int) -> list[str]:
+        [one] = open_sources(made())
+        for number in {0, epoch}:  # as of a stream that was read before
+            one.set_epoch(number)
+        return [row.value["text"] for row in one.read(after)]
+
+    passes = []
+    for epoch in range(3):
+        own = made()
+        own.set_epoch(epoch)
+        passes.append([row["text"] for row in own])
+        for after in (0, 1, 7, len(passes[-1]) - 1, len(passes[-1])):
+            assert read(epoch, after) == passes[-1][after:]
+    assert derived == "taken" or len({*map(tuple, passes)}) == 3  # each pass has an order of its own
+
+
 def test_packed_rows_of_a_stream_keep_to_the_promise_of_documents(tmp_path):
     """Later windows have more and shorter documents than the first, whose most is doubled."""
     folder = tmp_path / "rows"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxtune.conversations.messages import for_template
 from jaxtune.conversations.pictures import PICTURE
-from jaxtune.conversations.templates import TemplateError, render
+from jaxtune.conversations.templates import Arguments, TemplateError, render
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.train.data.rows.row_errors import RowError
 
@@ -40,6 +40,7 @@ class Conversations:
       special_texts: of `spans.special_texts`, to recognise a part of the generation prompt; None: only a whole one is.
       end_ids: tokens that may end a turn.
       keeps_space: whether a response that later turns change also has the white space behind its end token.
+      arguments: variables of the template; None: none.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Conversations:
         special_texts: re.Pattern[str] | None,
         end_ids: Set[int],
         keeps_space: bool = False,
+        arguments: Arguments | None = None,
     ):
         self.tokenizer, self.template, self._whole = tokenizer, template, keeps_space
-        self._special_texts, self._end_ids = special_texts, end_ids
+        self._special_texts, self._end_ids, self._arguments = special_texts, end_ids, arguments
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
         """The text that the template writes for a conversation. Raises RowError if the template fails.
@@ -60,7 +62,14 @@ class Conversations:
         add_generation_prompt: end with the beginning of an assistant's turn, as a prompt does.
         """
         try:
-            return render(self.tokenizer, self.template, messages, tools, add_generation_prompt=add_generation_prompt)
+            return render(
+                self.tokenizer,
+                self.template,
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                arguments=self._arguments,
+            )
         except TemplateError as error:
             raise RowError(str(error)) from None
 
@@ -118,7 +127,7 @@ class Conversations:
                 tools=tools,  # type: ignore[arg-type]
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **{**self.tokenizer.special_tokens_map, **(self._arguments or {})},
             )
         except Exception as error:
             raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None

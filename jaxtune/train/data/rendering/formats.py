@@ -6,23 +6,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtune.conversations.messages import (
-    MARKS,
     NEUTRAL,
     ConversationError,
     Message,
     column_pictures,
     exclusion,
+    is_mark,
+    json_cell,
     pictures_of,
     read_messages,
     read_tools,
     row_marks,
     snake,
+    turn_marks,
     turns_in,
     turns_of,
     unknown_keys,
@@ -30,6 +31,7 @@ from jaxtune.conversations.messages import (
     with_system,
 )
 from jaxtune.conversations.pictures import PICTURE, TAG, PictureAccess
+from jaxtune.conversations.templates import Arguments, checked_arguments
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, check_unicode
 
 type Columns = Mapping[str, Any]  # of a row, by name
@@ -61,22 +63,17 @@ _WHOLE = ("messages", "conversations", "conversation")
 HISTORY = "history"
 # The columns with the schemas of tools.
 TOOLS = ("tools", "functions")
+# The column with a row's variables of the chat template, as TRL has it.
+ARGUMENTS = ("chat_template_kwargs",)
 # The columns that are read in each format, in groups of which a row's first one is read.
 _READ = {
-    "messages": (*COLUMNS["messages"], SYSTEM, TOOLS),
-    "sharegpt": (*COLUMNS["sharegpt"], SYSTEM, TOOLS),
-    "alpaca": (*COLUMNS["alpaca"], SYSTEM, ("input", "context")),
-    "prompt_completion": (*COLUMNS["prompt_completion"], SYSTEM, TOOLS),
+    "messages": (*COLUMNS["messages"], SYSTEM, TOOLS, ARGUMENTS),
+    "sharegpt": (*COLUMNS["sharegpt"], SYSTEM, TOOLS, ARGUMENTS),
+    "alpaca": (*COLUMNS["alpaca"], SYSTEM, ("input", "context"), TOOLS, ARGUMENTS),
+    "prompt_completion": (*COLUMNS["prompt_completion"], SYSTEM, TOOLS, ARGUMENTS),
     "text": COLUMNS["text"],
-    PREFERENCE: (CHOSEN, REJECTED, _PROMPT, SYSTEM, TOOLS, ("margin",)),
-    LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, TOOLS),
-}
-# The columns of the prompt and its answers, in groups of which a row's first one is read. Tools are described to the
-# model in a conversation alone, and not where all of these are text.
-_TEXTS = {
-    "prompt_completion": COLUMNS["prompt_completion"],
-    PREFERENCE: (CHOSEN, REJECTED, _PROMPT),
-    LABELLED: (("completion",), _PROMPT),
+    PREFERENCE: (CHOSEN, REJECTED, _PROMPT, SYSTEM, TOOLS, ARGUMENTS, ("margin",)),
+    LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, TOOLS, ARGUMENTS),
 }
 # The columns with images, video and audio, and the tag that represents each in the text.
 _MEDIA = {
@@ -114,6 +111,10 @@ class Example:
     """Follows the prompt, trained on."""
     messages: list[Message] | None = None
     tools: list[Message] | None = None
+    arguments: Arguments | None = None
+    """Variables of the template, before those of the run."""
+    begun: bool = False
+    """Whether the last message is the beginning of an answer, which is continued."""
     prompt_messages: int = 0
     """First messages, with a system message, that are the prompt; responses there are not trained on."""
     asked_messages: int = 0
@@ -150,24 +151,30 @@ def detect_format(columns: Iterable[str]) -> str:
     raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known_formats})")
 
 
-def unread(value: Columns, format: str, reads_pictures: bool = False) -> list[str]:
-    """Columns with values that are not read in this format; of columns that mean the same only the first is."""
+def unread(value: Columns, format: str, reads_pictures: bool = False, plain: bool = False) -> list[str]:
+    """Columns with values that are not read in this format; of columns that mean the same only the first is. plain: it
+    is a prompt and its answer without a template, to which no tools are described.
+    """
     groups = _READ[format]
     if format == LABELLED and value.get("completion") is None and value.get("messages") is not None:
         groups = tuple(group for group in groups if group is not _PROMPT)
-    if (texts := _TEXTS.get(format)) and all(_is_text(_column(value, group, False)) for group in texts):
-        groups = tuple(group for group in groups if group != TOOLS)
+    if plain:
+        groups = tuple(group for group in groups if group not in (TOOLS, ARGUMENTS))
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     if _PROMPT in groups:
         read |= set(_question_columns(value))
-    if _history_cell(value) is not None and _asks_in_text(value, format):
+    if _is_history(value.get(HISTORY)) and _asks_in_text(value, format):
         read.add(HISTORY)
     read |= row_marks(value).keys()
     if reads_pictures and format != "text":
         read |= set(picture_columns(value))
     if format in ("messages", "sharegpt", LABELLED):
-        read |= set(_marks(value))
+        read |= {name for name, cell in value.items() if isinstance(name, str) and _is_marks(cell, name)}
     return [name for name, cell in value.items() if name and name not in read and not _is_blank(cell)]
+
+
+def _is_history(cell: object) -> bool:
+    return isinstance(cell, list | tuple) or (isinstance(cell, str) and cell.lstrip().startswith("["))
 
 
 def _is_blank(cell: object) -> bool:
@@ -230,9 +237,25 @@ def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
     return wrapped
 
 
+def _refuse_empty_media(value: Columns, example: Example) -> None:
+    """Raises RowError for a tag outside of answers beside its columns, all of them empty."""
+    asked_turns = (message["content"] for message in example.messages or () if message["role"] != "assistant")
+    texts = [*asked_turns, *filter(None, [example.text])]
+    names = [name for name in value if isinstance(name, str) and name.lower() in _MEDIA]
+    filled = {_MEDIA[name.lower()] for name in names if not _is_blank(value[name])}
+    for name in names:
+        tag = _MEDIA[name.lower()]
+        if tag not in filled and any(tag in text for text in texts):
+            raise RowError(
+                f"column {name} is empty ({value[name]!r}), and {tag} in the text stands for what is not there: leave "
+                "such rows out, or the tag, or the column from all rows where the tag is a word"
+            )
+
+
 @_as_row_errors
 def illustrated(value: Columns, example: Example, access: PictureAccess | None) -> Example:
     """The example with the pictures of the row's columns, as a conversation if it has any. Raises RowError."""
+    _refuse_empty_media(value, example)
     names = picture_columns(value)
     text = example.text
     if access is None or (text is not None and TAG not in text and all(isinstance(value[name], str) for name in names)):
@@ -308,9 +331,56 @@ def normalize(value: Columns, format: str, access: PictureAccess | None = None) 
     return illustrated(value, _example(value, format, access), access)
 
 
+@_as_row_errors
+def asked(value: Columns, access: PictureAccess | None = None) -> tuple[Example, str | None]:
+    """(The question of a row, its own answer if it has one), for those who answer it: as `normalize` reads it, without
+    the answer. `prompt` needs none; turns in it that end with one of the assistant are a begun answer.
+
+    Raises RowError if unusable, Excluded for a row that its marks leave out. access: of pictures; None refuses them.
+    """
+    refuse_excluded(value)
+    cell = turns_in(value.get("prompt"), "prompt")
+    cell = [cell] if isinstance(cell, Mapping) else cell
+    names = ("completion", "response") if isinstance(cell, str) else ("completion",)
+    completion = turns_in(next((value[name] for name in names if _is_answer(value.get(name))), None), "completion")
+    if (cell is not None and completion is None) or (isinstance(cell, str) and isinstance(completion, str)):
+        refuse_media(value, access)
+        if isinstance(cell, str):
+            check_unicode(cell)
+            example = _exchange(value, cell, None, _history(value, access), cell)
+            return illustrated(value, example, access), completion
+        example = illustrated(value, _conversation(value, _read(value, cell, "prompt", access)), access)
+        last = (example.messages or [])[-1]
+        if last["role"] == "assistant" and last.get("tool_calls"):
+            raise RowError("its prompt ends with calls of the assistant: put the tools' results behind them")
+        return dataclasses.replace(example, begun=last["role"] == "assistant"), None
+    if cell is None:
+        whole = [format for format in ("messages", "sharegpt") if _column(value, COLUMNS[format][0], False) is not None]
+        format = (*whole, "")[0] or detect_format(value)
+    else:
+        format = "prompt_completion"
+    example = normalize(value, format, access)
+    if example.text is not None:
+        raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
+    messages, answer = list(example.messages or ()), None
+    if messages and messages[-1]["role"] == "assistant":
+        answer = messages.pop()["content"]
+    messages = messages[: example.prompt_messages or None]
+    if not messages:
+        raise RowError("it has no message to answer: give a text, or a list of messages")
+    return dataclasses.replace(example, messages=messages, completion=None), answer
+
+
+def _is_answer(completion: object) -> bool:
+    """Whether a completion beside a prompt is an answer, a text or turns, and no column for reward functions."""
+    turns = completion if isinstance(completion, list) else [completion]
+    return bool(turns) and (isinstance(completion, str) or all(isinstance(turn, Mapping) for turn in turns))
+
+
 def _example(value: Columns, format: str, access: PictureAccess | None) -> Example:
     if format == "text":
         text = _text(value, ("text",))
+        _refuse_marks(value, "its turns")
         _not_empty(text, "text")
         return Example(text=text)
     if format == "alpaca":
@@ -320,27 +390,16 @@ def _example(value: Columns, format: str, access: PictureAccess | None) -> Examp
         _not_empty(instruction, "instruction")
         _not_empty(output, "response")
         question = f"{instruction}\n\n{context}" if context.strip() else instruction
-        system = _text(value, SYSTEM, required=False)
-        if (before := _history(value, access)) is not None:
-            return Example(messages=_exchange(system, question, output, before))
-        return Example(
-            prompt=_after(system, _alpaca_prompt(instruction, context)),
-            completion=output,
-            messages=_exchange(system, question, output),
-        )
+        return _exchange(value, question, output, _history(value, access), _alpaca_prompt(instruction, context))
     if format == "prompt_completion":
         question, answer = (_cell(value, group) for group in COLUMNS["prompt_completion"])
         if any(isinstance(side, Iterable) and not isinstance(side, str) for side in (question, answer)):
             return _prompted(value, question, answer, access)
         prompt, completion = (_text(value, group) for group in COLUMNS["prompt_completion"])
         _not_empty(completion, "response")
-        system = _text(value, SYSTEM, required=False)
-        before = _history(value, access)
-        messages = _exchange(system, prompt, completion, before or ())
-        # A question is not laid out to be continued by its answer without a template, nor are turns.
-        if value.get("prompt") is None or before is not None:
-            return Example(messages=messages)
-        return Example(prompt=_after(system, prompt), completion=completion, messages=messages)
+        # A question is not laid out to be continued by its answer without a template.
+        plain = None if value.get("prompt") is None else prompt
+        return _exchange(value, prompt, completion, _history(value, access), plain)
     names = COLUMNS["messages" if format == "messages" else "sharegpt"][0]
     cell = _column(value, names)
     return _conversation(value, _read(value, cell, _name(value, names), access))
@@ -371,18 +430,9 @@ def _answered(value: Columns, answers: Mapping[str, Any], access: PictureAccess 
             check_unicode(question)
             _not_empty(question, names[0])
             texts = _without_question(question, texts)
-        system = _text(value, SYSTEM, required=False)
         before = None if implied else _history(value, access)
-        prompt = _after(system, question) if before is None else None
-        return [
-            Example(
-                prompt=prompt,
-                completion=None if prompt is None else text,
-                messages=_exchange(system, question, text, before or ()),
-                implied=implied,
-            )
-            for text in texts
-        ]
+        examples = [_exchange(value, question, text, before, question) for text in texts]
+        return [dataclasses.replace(example, implied=implied) for example in examples]
     return _in_conversation(value, question, names[0] if names else "", answers, access)
 
 
@@ -436,13 +486,8 @@ def _common_question(value: Columns, answers: Sequence[str]) -> str:
 
 
 def _history_cell(value: Columns) -> Sequence[Any] | None:
-    """The list in HISTORY, also from JSON; None without one."""
-    cell = value.get(HISTORY)
-    if isinstance(cell, str) and cell.lstrip().startswith("["):
-        try:
-            cell = json.loads(cell)
-        except (ValueError, RecursionError):
-            return None
+    """The list in HISTORY, also from JSON; None without one. Raises ConversationError for a broken list."""
+    cell = json_cell(value.get(HISTORY), HISTORY, "[")
     return cell if isinstance(cell, list | tuple) else None
 
 
@@ -544,10 +589,12 @@ def _common(conversations: Sequence[Sequence[Message]]) -> list[Message]:
 
 
 def _following(prompt_turns: list[Message], answer: list[Message], side: str) -> list[Message]:
-    """A prompt's turns and those after. Raises RowError if last and first are one message."""
+    """A prompt's turns and those after. Raises RowError if the prompt ends with a begun answer."""
     if prompt_turns and answer and prompt_turns[-1]["role"] == answer[0]["role"] == "assistant":
-        if "tool_calls" in prompt_turns[-1] or "tool_calls" in answer[0]:
-            raise RowError(f"the last turn before {side} and its first one are one message of the assistant: join them")
+        raise RowError(
+            f"the last turn before {side} and its first one are one message of the assistant: join them in {side}, or "
+            "in a list `messages` whose train_detail says which part is trained on"
+        )
     return [*prompt_turns, *answer]
 
 
@@ -555,8 +602,7 @@ def _prompted(value: Columns, question_cell: Any, answer: Any, access: PictureAc
     """A prompt and a completion, at least one in turns, as one conversation. RowError."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
-    if marks := _marks(value):
-        raise RowError(f"column {next(iter(marks))} marks turns: put prompt and completion into one list `messages`")
+    _refuse_marks(value, "prompt and completion")
     names = [_name(value, group) for group in COLUMNS["prompt_completion"]]
     turns = _turns(value, answer, names[1], "assistant", access)
     question = _turns(value, question_cell, names[0], "user", access)
@@ -618,8 +664,21 @@ def _read(value: Columns, cell: Any, column: str, access: PictureAccess | None) 
 
 def _marks(value: Columns) -> dict[str, Sequence[Any]]:
     """Columns that mark each turn as trained on or not."""
-    lists = {name: cell for name, cell in value.items() if isinstance(cell, list | tuple) and cell}
-    return {name: cell for name, cell in lists.items() if isinstance(name, str) and snake(name) in MARKS}
+    lists = {name: turn_marks(cell, name) for name, cell in value.items() if isinstance(name, str)}
+    return {name: marks for name, marks in lists.items() if marks}
+
+
+def _is_marks(cell: object, name: str) -> bool:
+    try:
+        return bool(turn_marks(cell, name))
+    except ConversationError:
+        return False
+
+
+def _refuse_marks(value: Columns, what: str) -> None:
+    """Raises RowError for marks of turns beside what has none; lists of other values may be anything."""
+    if marks := [name for name, cells in _marks(value).items() if all(map(is_mark, cells))]:
+        raise RowError(f"column {marks[0]} marks turns: put {what} into one list `messages`")
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
@@ -636,10 +695,34 @@ def _after(system: str, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
-def _exchange(system: str, user: str, assistant: str, before: Sequence[Message] = ()) -> list[Message]:
-    """A question and its answer after the system message, unless blank, and earlier turns."""
-    turns = [*before, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-    return with_system(turns, system)
+def _exchange(
+    value: Columns, question: str, answer: str | None, before: Sequence[Message] | None, plain: str | None
+) -> Example:
+    """A question of text and its answer, if any, with the row's other columns. before: earlier turns, or None; plain:
+    the prompt without a template, which has no place for those turns; None: it needs a template.
+    """
+    if answer is not None:
+        _refuse_marks(value, "question and answer")
+    system = _text(value, SYSTEM, required=False)
+    turns = [*(before or ()), {"role": "user", "content": question}]
+    turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+    text = None if plain is None or before is not None else _after(system, plain)
+    return Example(
+        prompt=text,
+        completion=None if text is None else answer,
+        messages=_with_system(value, turns),
+        tools=_tools(value),
+        arguments=_arguments(value),
+    )
+
+
+def _with_system(value: Columns, messages: list[Message]) -> list[Message]:
+    """The messages after the system message of the row's column. RowError if they begin with another one."""
+    system = _text(value, SYSTEM, required=False)
+    own = messages[0]["content"] if messages[0]["role"] == "system" else system
+    if system.strip() and own.strip() != system.strip():
+        raise RowError(f"its turns begin with another system message than column {_name(value, SYSTEM)}: leave one out")
+    return with_system(messages, system)
 
 
 def _name(value: Columns, names: tuple[str, ...]) -> str:
@@ -689,10 +772,19 @@ def _conversation(value: Columns, messages: list[Message]) -> Example:
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
             _not_empty(message["content"], "response")
-    system = _text(value, SYSTEM, required=False)
-    messages = with_system(messages, system)
+    messages = _with_system(value, messages)
     names = [f"messages[].{key}" for key in unknown_keys(messages)]
-    return Example(messages=messages, tools=_tools(value), unknown=tuple(names))
+    return Example(messages=messages, tools=_tools(value), arguments=_arguments(value), unknown=tuple(names))
+
+
+def _arguments(value: Columns) -> Arguments | None:
+    """A row's variables of the chat template; null ones, with which tables fill rows, are left out."""
+    [name] = ARGUMENTS
+    try:
+        arguments = checked_arguments(json_cell(value.get(name), name, "{"), name)
+    except ValueError as error:
+        raise RowError(str(error)) from None
+    return {key: cell for key, cell in (arguments or {}).items() if cell is not None} or None
 
 
 def _tools(value: Columns) -> list[Message] | None:

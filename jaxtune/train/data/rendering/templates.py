@@ -308,19 +308,27 @@ class RowEncoder:
 
     def encode_asked(self, example: Example) -> tuple[np.ndarray, tuple[PlacedPicture, ...]]:
         """(int32[n], its pictures) of the prompt of an example's last response: a text alone, a plain prompt, or a
-        conversation without a last assistant message. Raises RowError, SetupError.
+        conversation without a last assistant message, unless that is begun and continued. Raises RowError, SetupError.
         """
         prompt: Any = example.text
-        if prompt is None and self._is_raw(example):
+        if prompt is None and self.is_plain(example):
             prompt = example.prompt or ""
         template = None
         if prompt is None:
             template, prompt = self._template_text(example.tools), list(example.messages or ())
-            if prompt and prompt[-1]["role"] == "assistant":
+            if prompt and prompt[-1]["role"] == "assistant" and not example.begun:
                 prompt.pop()
         try:
             processor = None if self.pictures is None else self.pictures.processor
-            ids = prompt_tokens(self.tokenizer, prompt, template=template, tools=example.tools, processor=processor)
+            ids = prompt_tokens(
+                self.tokenizer,
+                prompt,
+                template=template,
+                tools=example.tools,
+                arguments=example.arguments,
+                continues=example.begun,
+                processor=processor,
+            )
             tokens, messages = np.array(ids, np.int32), [] if isinstance(prompt, str) else prompt
             if processor is None:
                 return tokens, ()
@@ -333,10 +341,10 @@ class RowEncoder:
         """What the template writes between generation prompt and last answer, such as an empty thought; "" if nothing
         is found. Raises RowError.
         """
-        if self._is_raw(example) or not example.messages:
+        if self.is_plain(example) or not example.messages:
             return ""
-        prompt = self._render(example.messages[:-1], example.tools, add_generation_prompt=True)
-        text = self._render([*example.messages[:-1], {"role": "assistant", "content": SENTINEL}], example.tools)
+        prompt = self._render(example.messages[:-1], example, add_generation_prompt=True)
+        text = self._render([*example.messages[:-1], {"role": "assistant", "content": SENTINEL}], example)
         before, separator, _ = text.removeprefix(prompt).partition(SENTINEL)
         return before if separator and text.startswith(prompt) else ""
 
@@ -349,7 +357,7 @@ class RowEncoder:
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
             excluded = []
-        elif self._is_raw(example):
+        elif self.is_plain(example):
             text, special, left_out, begin = (example.prompt or "") + (example.completion or ""), "", "", 0
             excluded = []
             ranges = [(len(example.prompt or ""), len(text))]
@@ -362,8 +370,8 @@ class RowEncoder:
             begin = self._end_of_prompt(example, text)
             ranges = [(low, high) for low, high in ranges if high > begin]
             if self.train_on == "completion" or (self.train_on == "turns" and example.prompt_messages):
-                prompt_text = self._render(messages[: _asked(example)], example.tools, add_generation_prompt=True)
-            left_out = self._conversations(example.tools).left_out(messages, example.tools, text)
+                prompt_text = self._render(messages[: _asked(example)], example, add_generation_prompt=True)
+            left_out = self._conversations(example).left_out(messages, example.tools, text)
             if mark:  # positions are counted without the marks
                 begin = begin - text.count(mark, 0, begin)
                 ranges, excluded = (
@@ -399,13 +407,13 @@ class RowEncoder:
         if self.train_on == "all":
             refuse_marked_questions(messages)
         if not marked and (self.train_on in ("all", "completion") or (self.markers is not None and not special)):
-            return self._render(messages, example.tools), [], []
+            return self._render(messages, example), [], []
         responses = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
         first = max(example.prompt_messages, 1)
         if self.last_response_only:  # the ranges of the other responses are not needed
             first = max([first, *responses])
         try:
-            conversations = self._conversations(example.tools)
+            conversations = self._conversations(example)
             if GENERATION_MARK.search(self._template_text(example.tools)):
                 if not marked:
                     return *conversations.render_marked(messages, example.tools), []
@@ -450,7 +458,7 @@ class RowEncoder:
             train = message.get("train", True)
             (trained if train else excluded).extend(ranges or ())
             if train and ranges and (spans := untrained_spans(message)):
-                start, stripped = self._conversations(example.tools).content_range(messages, example.tools, text, index)
+                start, stripped = self._conversations(example).content_range(messages, example.tools, text, index)
                 excluded += [(start + max(low - stripped, 0), start + high - stripped) for low, high in spans]
         return text, [] if self.train_on == "all" else trained, excluded
 
@@ -460,7 +468,7 @@ class RowEncoder:
             return 0
         prompt_messages = (example.messages or [])[: example.prompt_messages]
         for asking in (False, True):  # some templates write an end after the last turn without a generation prompt
-            prompt = self._render(prompt_messages, example.tools, add_generation_prompt=asking)
+            prompt = self._render(prompt_messages, example, add_generation_prompt=asking)
             if text.startswith(prompt):
                 return len(prompt)
         raise RowError(
@@ -468,7 +476,8 @@ class RowEncoder:
             "be separated; make one list `messages` of them, and set data.last_response_only=true"
         )
 
-    def _is_raw(self, example: Example) -> bool:
+    def is_plain(self, example: Example) -> bool:
+        """Whether prompt and completion stay text, without a chat template."""
         return example.prompt is not None and self.template is None
 
     def _finish(
@@ -476,7 +485,7 @@ class RowEncoder:
     ) -> Encoded | RowError:
         """Tokens and mask, with one BOS at most, and EOS for plain text; RowError without a token."""
         text, ranges = rendered.text, rendered.ranges or []
-        is_raw = example.text is not None or self._is_raw(example)
+        is_raw = example.text is not None or self.is_plain(example)
         exact = self.train_on in ("turns", "completion")
         cuts = set() if exact else {low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))}
         cuts.update(rendered.cuts)
@@ -508,7 +517,7 @@ class RowEncoder:
             after = _common_tokens(prompt.ids, ids)
             turns = [(max(first, after), last) for first, last in spans]
             spans = turns if self.train_on == "turns" else [(after, len(ids))]
-        mask, spans, responses, ended = self._mask(ids, spans, tokens)
+        mask, spans, responses, ended = self._mask(ids, spans, text, tokens)
         masked = masked_spans(text, tokens, spans, self.mask_spans)
         mask[masked] = False
         mask[: len(tokens)] &= ~within(tokens, rendered.excluded)
@@ -520,7 +529,7 @@ class RowEncoder:
         )
 
     def _mask(
-        self, ids: np.ndarray, spans: list[tuple[int, int]], tokens: Tokens
+        self, ids: np.ndarray, spans: list[tuple[int, int]], text: str, tokens: Tokens
     ) -> tuple[np.ndarray, list[tuple[int, int]], int, int]:
         """(Mask of `ids`, non-empty spans, Encoded's `responses` and `ended`)."""
         mask = np.zeros(len(ids), bool)
@@ -532,10 +541,17 @@ class RowEncoder:
         ended = 0
         for first, last in spans:
             mask[first:last] = True
-            # White space may follow the token that ends the turn.
-            trained = ids[max(first, last - 2) : last] if self.train_on != "responses" else ids[last - 1 : last]
-            ended += bool(any(int(token) in self.end_ids for token in trained) or (tokens.is_cut and last == len(ids)))
+            ended += self._is_ended(ids, first, last, text, tokens) or (tokens.is_cut and last == len(ids))
         return mask, spans, len(spans), ended
+
+    def _is_ended(self, ids: np.ndarray, first: int, last: int, text: str, tokens: Tokens) -> bool:
+        """Whether a response's tokens have one that ends the turn, with white space behind it at most. ids: with an
+        appended EOS; tokens: of `text`.
+        """
+        if int(ids[last - 1]) in self.end_ids:
+            return True
+        last = min(last, len(tokens))
+        return first < last and int(ids[self._end_of_turn(text, tokens, first, last) - 1]) in self.end_ids
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
         """The index after a response's last trained token; `last` if none ends the turn. high: index in `text` after
@@ -573,12 +589,19 @@ class RowEncoder:
             self._jinja[bool(tools)] = dated(resolve_template(self.tokenizer, self.template, tools), self.today)
         return self._jinja[bool(tools)]
 
-    def _conversations(self, tools: object) -> Conversations:
-        keeps_space = self.train_on == "turns"
-        return Conversations(self.tokenizer, self._template_text(tools), self._special_texts, self.end_ids, keeps_space)
+    def _conversations(self, example: Example) -> Conversations:
+        return Conversations(
+            self.tokenizer,
+            self._template_text(example.tools),
+            self._special_texts,
+            self.end_ids,
+            keeps_space=self.train_on == "turns",
+            arguments=example.arguments,
+        )
 
-    def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        return self._conversations(tools).render(messages, tools, add_generation_prompt)
+    def _render(self, messages: list[dict], example: Example, add_generation_prompt: bool = False) -> str:
+        """The text of messages with an example's tools and variables."""
+        return self._conversations(example).render(messages, example.tools, add_generation_prompt)
 
 
 def _asked(example: Example) -> int:
@@ -609,7 +632,7 @@ def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[s
         {"role": "user", "content": again},
     ]
     try:
-        text = encoder._render(turns, None, add_generation_prompt=True)
+        text = encoder._render(turns, Example(), add_generation_prompt=True)
     except RowError as error:
         raise ValueError(f"markers cannot be derived: {error}") from None
     between = []

@@ -27,6 +27,7 @@ from jaxtune.train.data.rows.row_files import (
     read_jsonl,
     read_list,
     read_parquet,
+    undecoded,
 )
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")  # the kinds of files that can be read
@@ -230,6 +231,7 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
         ]
     # A data set has a fingerprint, which `datasets` computes from everything that the rows were made with.
     fingerprint = getattr(dataset, "_fingerprint", None)
+    dataset = undecoded(dataset)  # a pass's number does not reach what is derived from it
     source = Source(
         name,
         lambda after: read_dataset(dataset, name, after),

@@ -342,7 +342,7 @@ def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
     return (_object("rows", number, value) for number, value in enumerate(values[after:], start=after + 1))
 
 
-def _undecoded(dataset: Any) -> Any:
+def undecoded(dataset: Any) -> Any:
     """The data set with pictures as files, so that a broken one makes its own row a bad one."""
     kinds = [
         kind for feature in (getattr(dataset, "features", None) or {}).values() for kind in _decoded_kinds(feature)
@@ -372,10 +372,13 @@ def _decoded_kinds(feature: object) -> Iterator[str]:
 
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
     """Rows of a `datasets` object. Raises ValueError for one that cannot be decoded, as the iterator then ends.
-    dataset: map-style or iterable. name: for messages. after: rows up to this number are skipped.
+    dataset: map-style or iterable, as `undecoded` gives it. name: for messages. after: rows up to this number are
+    skipped.
     """
-    dataset = _undecoded(dataset)
-    rows = iter(dataset.skip(after) if after else dataset)
+    if hasattr(dataset, "__len__"):
+        rows = iter(dataset.skip(after) if after else dataset)
+    else:  # what `skip` makes of a stream begins with the first pass, and shuffles no shards in later ones
+        rows = itertools.islice(iter(dataset), after, None)
     for number in itertools.count(after + 1):
         try:
             value = next(rows)

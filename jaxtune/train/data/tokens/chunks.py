@@ -120,7 +120,13 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
             documents += [result if isinstance(result, Encoded) else _NO_ANSWER for result in outcomes]
             origins += [(row.file, row.number)] * len(outcomes)
     seen = encoder.pictures is not None
-    columns = [name for row in rows if row.value for name in unread(row.value, row.format, seen)]
+    plain = [not isinstance(made, RowError) and any(map(encoder.is_plain, filter(None, made))) for made in outcome]
+    columns = [
+        name
+        for row, is_plain in zip(rows, plain, strict=True)
+        if row.value
+        for name in unread(row.value, row.format, seen, is_plain)
+    ]
     keys = [name for example in examples for name in example.unknown]
     return Chunk(
         rows=len(rows),
