@@ -10,15 +10,21 @@ import sys
 
 _HEAD = 8  # bytes of the length
 _PR_SET_PDEATHSIG = 1
+_C = ctypes.CDLL(None)
+
+
+def dies_with(parent: int) -> bool:
+    """This process dies with the thread that started it (on Linux); False: `parent` has ended."""
+    if sys.platform == "linux":
+        _C.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def attach(descriptor: int, parent: int) -> socket.socket | None:
     """The child's end of the socket; the child dies with the thread that started it, and not by its signals. None:
     `parent` has ended.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not dies_with(parent):
         return None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # SIG_IGN would pass to the child's own processes
