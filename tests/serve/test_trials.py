@@ -75,7 +75,8 @@ def served():
     """(port, models); its threads have the least stack that threads have."""
     base = served_models()["base"]
     tokenizer = copy.deepcopy(base.tokenizer)
-    tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}" + tokenizer.chat_template
+    template = "{% if tools %}<tool_call>{% endif %}" + str(tokenizer.chat_template)
+    vars(tokenizer)["chat_template"] = template
     models = {"base": ServedModel("base", base.model, tokenizer)}
     before = threading.stack_size(2 << 20)
     engine = engine_of(models)
