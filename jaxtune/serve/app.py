@@ -245,6 +245,7 @@ class _Api:
         name = str((await self._values(request))["lora_name"])
         async with self._changes:
             await self._engine.unload(name)
+            self.numbers.forget(name)
             await self._tell_readers()
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 

@@ -90,8 +90,8 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
         return code
     if trainer.unsaved is not None:
         console.print(fitted(f"warning: the last state is not saved, only exported: {trainer.unsaved}", console))
-    console.print(f"done: {trainer.output}\n\nnext:")
+    console.print(f"done: {config.output}\n\nnext:")
     asked = bool(config.evaluation.exact_match_rows)
-    for purpose, command in next_commands(trainer.output, config.data, config.model.path, asked):
+    for purpose, command in next_commands(Path(config.output), config.data, config.model.path, asked):
         console.print(f"  # {purpose}\n  {command}")
     return code

@@ -120,9 +120,10 @@ class Trainer:
         trains: bool = True,
         checks_folder: bool = False,
     ):
-        self.trains, self.output = trains, Path(config.output)
+        self.trains = trains
+        self.output = Path(config.output).absolute()  # the user's functions may change the current folder
         self.tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
-        self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
+        self.profile_folder = Path(profile).absolute() if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
         self.steps_done = 0
