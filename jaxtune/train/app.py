@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtune.system import ending, processes, terminal, timing
@@ -69,6 +70,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     """A run of the train command; returns the exit code. Signals raise TrainingInterrupted or Interrupted."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir("."))  # back from where the user's functions went
         with timing.phase("prepare"):
             weights, tokenizer, model = stack.enter_context(loading(config))
             if note := model_report.cpu_note(model):

@@ -341,7 +341,7 @@ class Trainer:
         of_run = (self.engine, monitor, saver, self.total_steps, self.spec.evaluation, due)
         run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.model.sampling, self.answers)
         if resumed is not None and start >= self.total_steps:
-            monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
+            monitor.progress.print(f"this run is complete: {start} steps (output {self.config.output})")
             write_config(self.output, config_to_dict(config))
             if due:
                 frozen = self.model.placed_frozen(self.engine)
@@ -583,9 +583,10 @@ class Trainer:
             require_same_config(self.output, config_to_dict(self.config))
             return None, 0
         if self.config.checkpoint.resume == "never":
+            given = Path(self.config.output)
             raise ValueError(
-                f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
-                f"such as output={next_name(self.output)}, or set checkpoint.resume: auto to continue from them"
+                f"output = {str(given)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
+                f"such as output={next_name(given)}, or set checkpoint.resume: auto to continue from them"
             )
         changes = []
         step, state = self._restore(checkpointer, changes.extend, from_step=from_step)
@@ -610,7 +611,7 @@ class Trainer:
             if self.trains:
                 self.planner.adopt(section(saved, "numerics"))
                 self.engine.follow_plan()
-            note(require_same_run(saved, self.record(), self.output))
+            note(require_same_run(saved, self.record(), Path(self.config.output)))
             self.model.resume(saved)
 
         with timing.phase("files", "checkpoint"):

@@ -949,3 +949,20 @@ def test_a_file_that_does_not_load_is_told(tmp_path, monkeypatch):
     file.write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(RewardError, match="the file of f was not loaded within 1 s"):
         rewards(Sampled(["q"], ["a"], [[1]], {}))
+
+
+def test_a_reward_that_changes_the_folder_moves_no_file_of_a_run(tmp_path, monkeypatch):
+    from tests.train.test_tools import trainer_of
+
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "moves.py"
+    folder = str(tmp_path / "elsewhere")
+    file.write_text(
+        f"import os\n\ndef f(completions):\n    os.chdir({folder!r})\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of("out", {"reward_funcs": (f"{file}:f",)}, steps=1)
+    trainer.train()
+    assert os.getcwd() == folder and not os.listdir(folder)
+    assert {"metrics.jsonl", "rollouts.jsonl", "state.json"} <= {*os.listdir(tmp_path / "out")}
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) >= 1
