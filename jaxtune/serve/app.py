@@ -41,6 +41,7 @@ from jaxtune.system.terminal import say
 _MOST_BODY_BYTES = 16 * 2**20
 _MOST_BODIES_BYTES = 16 * _MOST_BODY_BYTES  # of all that arrive or wait to be read, by address
 _MOST_PICTURES_BYTES = 4 << 30  # of patches, of all requests whose answers are made
+_MOST_GRAMMARS_BYTES = 1 << 30  # of what is compiled, of all requests whose answers are made
 _BODY_SECONDS = 30.0  # within which a body must have arrived
 _CLIENT_LEFT = 499  # the status that proxies log for it
 _OPEN = {"/", "/health"}  # answered without the key
@@ -184,6 +185,7 @@ class _Api:
         self._changes = asyncio.Lock()  # of the models
         self.numbers = Metrics(engine)
         self._bodies, self._pictures = Shares(_MOST_BODIES_BYTES), Shares(_MOST_PICTURES_BYTES)
+        self._grammars = Shares(_MOST_GRAMMARS_BYTES)
         self._forms = ThreadPoolExecutor(2, "answers")
         self._began = int(time.time())
 
@@ -243,6 +245,7 @@ class _Api:
         name = str((await self._values(request))["lora_name"])
         async with self._changes:
             await self._engine.unload(name)
+            self.numbers.forget(name)
             await self._tell_readers()
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -277,9 +280,13 @@ class _Api:
         answer = answer_to(request_values, served)  # before there are rows that an error would leave behind
         client = request_values.client or _host(request)
         with contextlib.ExitStack() as held:
-            if not self._pictures.take(client, size := request_values.picture_bytes):
-                raise ApiError(429, "pictures of requests fill the memory for them: ask again later", code="busy")
-            held.callback(self._pictures.give_back, client, size)
+            for kind, shares, size in (
+                ("pictures", self._pictures, request_values.picture_bytes),
+                ("grammars", self._grammars, request_values.grammar_bytes),
+            ):
+                if not shares.take(client, size):
+                    raise ApiError(429, f"{kind} of requests fill the memory for them: ask again later", code="busy")
+                held.callback(shares.give_back, client, size)
             try:
                 async with asyncio.timeout_at(deadline):
                     rows = request_values.rows
@@ -315,7 +322,7 @@ class _Api:
             arrived = asyncio.get_running_loop().time()
             lengths = dict.fromkeys(self._engine.models, self._engine.plan.length)
             async with asyncio.timeout_at(arrived + self._seconds):
-                reading = self._readers.read(request.scope["path"], data, lengths)
+                reading = self._readers.read(request.scope["path"], data, lengths, host)
                 return await self._engine.unless_ended(reading), arrived
         except TimeoutError:
             raise self._too_late() from None

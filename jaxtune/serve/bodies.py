@@ -10,7 +10,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,6 +34,7 @@ from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import SETTINGS, Readable
+from jaxtune.serve.trials import tried
 
 _MOST_ANSWERS = 128  # to one request
 _MOST_STOP = 256  # characters of a stop string, for which each new token is searched
@@ -274,7 +275,7 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
     many_calls = values.parallel_tool_calls is not False
     if isinstance(values.tool_choice, _NamedTool) or values.tool_choice == "required":
         grammar = _call_grammar(values.tool_choice, schemas or {}, served, many_calls)
-        rows = [dataclasses.replace(row, grammar=grammar) for row in request_values.rows]
+        rows = [dataclasses.replace(row, **grammar._asdict()) for row in request_values.rows]
         request_values = dataclasses.replace(request_values, rows=rows)
     return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
 
@@ -293,7 +294,7 @@ def _arguments(body: _Chat, name: str, template: str) -> Arguments | None:
     raise ApiError(400, message, "reasoning_effort", "unsupported_parameter")
 
 
-def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, many: bool) -> str:
+def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, many: bool) -> _Grammar:
     """Of answers that call one of the tools, or the one that is named; ApiError (400)."""
     names = [choice.function.name] if isinstance(choice, _NamedTool) else [*schemas]
     if not names or any(name not in schemas for name in names):
@@ -304,10 +305,17 @@ def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, 
     if lark is None:
         message = f"tool_choice: the calls of {served.name} are no JSON, so they cannot be required: use auto"
         raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-    return _followed(lambda: grammars.lark_grammar(lark), "tools")
+    return _followed(lambda: grammars.lark_grammar(lark), "tools", served)
 
 
-def _grammar(body: _Body) -> str | None:
+class _Grammar(NamedTuple):
+    """What a row has of one."""
+
+    grammar: str | None = None
+    grammar_bytes: int = 0
+
+
+def _grammar(body: _Body, served: Readable) -> _Grammar:
     """Of an answer's content; ApiError (400)."""
     form, outputs = body.response_format, body.structured_outputs
     if outputs is not None:
@@ -323,19 +331,28 @@ def _grammar(body: _Body) -> str | None:
             "choice": lambda: grammars.choice_grammar(value),
             "grammar": lambda: grammars.lark_grammar(value),
         }
-        return _followed(makes[kind], "structured_outputs")
+        return _followed(makes[kind], "structured_outputs", served)
     if form is None or form.type == "text":
-        return None
+        return _Grammar()
     if (form.type == "json_schema") != (form.json_schema is not None):
         message = f"response_format.json_schema: goes with type json_schema, and the type is {form.type}"
         raise ApiError(400, message, "response_format", "invalid_value")
     schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-    return _followed(lambda: grammars.json_grammar(schema), "response_format")
+    return _followed(lambda: grammars.json_grammar(schema), "response_format", served)
 
 
-def _followed(make: Callable[[], str], key: str) -> str:
+def _followed(make: Callable[[], str], key: str, served: Readable) -> _Grammar:
+    """The grammar, after it was made and compiled in a process that may die; ApiError (400)."""
+
+    def work() -> tuple[str, object]:
+        grammar = make()
+        return grammar, compiler.begun(grammar)
+
     try:
-        return make()
+        if not served.vocab_size:
+            return _Grammar(make())
+        compiler = served.grammars  # made here, as a child would lose it
+        return _Grammar(*tried(work))
     except (ValueError, TypeError, RecursionError) as error:
         raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
 
@@ -610,7 +627,7 @@ def _parsed_request(
     if settings["temperature"] == 0:  # filters change nothing, and clients send them all the same
         settings |= {name: SETTINGS[name][1] for name in ("top_k", "top_p", "min_p")}
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    grammar = _grammar(body)
+    grammar = _grammar(body, served)
     seed = secrets.randbits(32) if body.seed is None else body.seed
     rows = [
         Row(
@@ -631,7 +648,7 @@ def _parsed_request(
             min_tokens=min(body.min_tokens or 0, most or _MANY_TOKENS),
             ignore_eos=bool(body.ignore_eos),
             stop_token_ids=tuple(body.stop_token_ids or ()),
-            grammar=grammar,
+            **grammar._asdict(),
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1))
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -46,6 +47,12 @@ class Metrics:
 
     def request(self, path: str, status: int) -> None:
         self._requests.labels(path, str(status)).inc()
+
+    def forget(self, model: str) -> None:
+        """Removes a model's labels; answers under way count on, unseen."""
+        for numbers in (self._prompt_tokens, self._cached_tokens, self._answer_tokens, self._first, self._whole):
+            with contextlib.suppress(KeyError):  # it answered nothing
+                numbers.remove(model)
 
     def answer(self, model: str, prompt_tokens: int, began: float) -> Progress:
         """Counts an answer that begins. began: of the monotonic clock, when its body had arrived."""

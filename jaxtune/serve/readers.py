@@ -22,6 +22,7 @@ from typing import Self
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.reading import Reading
 from jaxtune.serve.served import Readable
+from jaxtune.serve.turns import Client, Turns, client_of
 from jaxtune.system import children
 from jaxtune.system.terminal import say
 
@@ -52,7 +53,7 @@ class Readers:
         self._readers = [_Reader() for _ in range(count)]
         # A process dies with the thread that starts it, so that has to be one that stays.
         self._starts = ThreadPoolExecutor(count, "start of a reader")
-        self._reads = ThreadPoolExecutor(count, "reader")
+        self._reads, self._turns = ThreadPoolExecutor(count, "reader"), Turns(count)
         for reader in self._readers:
             self._starts.submit(self._start, reader)
 
@@ -67,13 +68,27 @@ class Readers:
         self._models = pickle.dumps(dict(models))
         self._known.set()
 
-    async def read(self, path: str, data: bytes, lengths: Mapping[str, int]) -> Reading:
+    async def read(self, path: str, data: bytes, lengths: Mapping[str, int], host: str = "") -> Reading:
         """What the body of a request to `path` asks for, or the answer. ApiError: its limits, or it is wrong.
 
         lengths: {model: the most tokens of a prompt and its answer}.
+        host: the address of the client, who takes turns with others.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._reads, self._read, pickle.dumps((path, data, dict(lengths))))
+        client = client_of(host, data)
+        turn = self._turns.ask(client)
+        try:
+            await asyncio.wrap_future(turn)
+        except asyncio.CancelledError:
+            if not turn.cancel() and not turn.cancelled():
+                self._turns.end(client)
+            raise
+        try:
+            work = self._reads.submit(self._read, pickle.dumps((path, data, dict(lengths))), client)
+        except RuntimeError:  # after `close`
+            self._turns.end(client)
+            raise _stopping() from None
+        work.add_done_callback(lambda work: self._turns.end(client) if work.cancelled() else None)
+        return await asyncio.wrap_future(work)
 
     def close(self) -> None:
         self._closed.set()
@@ -84,8 +99,8 @@ class Readers:
         for threads in (self._starts, self._reads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, reader: _Reader) -> None:
-        """Starts a process, again until it has the models."""
+    def _start(self, reader: _Reader, client: Client | None = None) -> None:
+        """Starts a process, again until it has the models; then ends the turn of the client whose body ended it."""
         while not self._closed.is_set():
             with contextlib.suppress(OSError):  # too many processes or files; `ask` then gets no answer
                 reader.start()
@@ -98,34 +113,42 @@ class Readers:
                 return
             if reader.has(self._models):
                 self._idle.put(reader)
+                if client is not None:
+                    self._turns.end(client)
                 return
             reader.end()
             if not self._closed.wait(_AGAIN_SECONDS):
                 say("jaxtune: a process that reads requests did not start; it is started again", file=sys.stderr)
 
-    def _restart(self, reader: _Reader) -> None:
+    def _restart(self, reader: _Reader, client: Client | None = None) -> None:
         reader.end()
         with contextlib.suppress(RuntimeError):  # after `close`
-            self._starts.submit(self._start, reader)
+            self._starts.submit(self._start, reader, client)
 
-    def _read(self, message: bytes) -> Reading:
+    def _read(self, message: bytes, client: Client) -> Reading:
+        """Ends the client's turn when the process that it had is idle again, be it a new one."""
         while (reader := self._idle.get()) is not None and reader.has_ended:
             self._restart(reader)
         if reader is None or self._closed.is_set():
             self._idle.put(None)
-            raise ApiError(503, "the server is stopping: ask again when it is back", code="stopping")
+            raise _stopping()
         knows, began = reader.has(self._models), time.monotonic()
         answer = reader.ask(message, _SECONDS) if knows else None
         if answer is None:
-            self._restart(reader)
+            self._restart(reader, client)
             late = time.monotonic() - began >= _SECONDS
             why = f"took longer than {_SECONDS:g} s" if late else "ended the process that read it"
             raise ApiError(400, f"reading the request (its JSON, the chat template, tokens, pictures) {why}: send less")
         self._idle.put(reader)
+        self._turns.end(client)
         parsed = pickle.loads(answer)
         if isinstance(parsed, tuple):
             raise ApiError(*parsed)
         return parsed
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping: ask again when it is back", code="stopping")
 
 
 class _Reader:

@@ -4,10 +4,8 @@ JAX.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pickle
-import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from jaxtune.serve.bodies import Lengths, Models
 from jaxtune.serve.errors import ApiError, panics
 from jaxtune.serve.requests import ParsedRequest
 from jaxtune.serve.responses import read_responses
+from jaxtune.serve.trials import limit_memory
 from jaxtune.system import children
 from jaxtune.system.terminal import say
 
@@ -47,7 +46,7 @@ def serve(descriptor: int, parent: int) -> None:
         if message is None:
             return
         models = _prepared(pickle.loads(message))
-    _limit_memory()
+    limit_memory(MEMORY_BYTES)
     children.send(connection, b"")
     while (message := children.receive(connection)) is not None:
         value = pickle.loads(message)
@@ -86,13 +85,3 @@ def _decoded(data: bytes) -> object:
         return json.loads(data)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from None
-
-
-def _limit_memory() -> None:
-    """Allows MEMORY_BYTES of private memory more than is taken now; only where /proc tells that."""
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/statm") as file:
-            resident = int(file.read().split()[5]) * resource.getpagesize()
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        limit = resident + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))

@@ -38,6 +38,7 @@ class Row:
     ignore_eos: bool = False  # the model's own end tokens do not end it
     stop_token_ids: tuple[int, ...] = ()  # further tokens that end it
     grammar: str | None = None  # that the answer follows after its thoughts; of `grammars`
+    grammar_bytes: int = 0  # that it takes while it is followed
     constraint: Constraint | None = None  # of the grammar, in the process of the sampler
     pictures: PictureArrays | None = None  # of the prompt
     scores_prompt: bool = False  # the log-probabilities of the prompt's tokens are returned before the answer
@@ -79,6 +80,11 @@ class ParsedRequest:
         """Of the pictures' patches, which all rows share."""
         pictures = self.rows[0].pictures
         return 0 if pictures is None else np.asarray(pictures["patches"]).nbytes
+
+    @property
+    def grammar_bytes(self) -> int:
+        """Of the grammar, which all rows share."""
+        return self.rows[0].grammar_bytes
 
 
 class Usage(NamedTuple):

@@ -65,6 +65,15 @@ class Readable:
     defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of SETTINGS, where requests have none
     pictures: PictureReader | None = None  # None: it reads none
     why_no_pictures: str = "it was loaded without its tower"
+    ends: tuple[int, ...] = ()  # ids of the tokens that end an answer
+    vocab_size: int = 0  # the model's; 0: there is none, and no answer
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Made in seconds. ValueError without llguidance or a fast tokenizer."""
+        from jaxtune.models.generation.grammars import Grammars
+
+        return Grammars(self.tokenizer, self.ends, self.vocab_size)
 
     @functools.cached_property
     def _readers(self) -> dict[bool, AnswerReader]:
@@ -106,7 +115,10 @@ class ServedModel:
 
     @functools.cached_property
     def readable(self) -> Readable:
-        return Readable(self.name, self.tokenizer, self.defaults, self.pictures, self.why_no_pictures)
+        config = getattr(self.model, "config", None)
+        follows = {} if config is None else {"ends": tuple(self.ends), "vocab_size": config.vocab_size}
+        places = self.defaults, self.pictures, self.why_no_pictures
+        return Readable(self.name, self.tokenizer, *places, **follows)
 
     @functools.cached_property
     def defaults(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtune.system import ending, processes, terminal, timing
@@ -69,6 +70,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     """A run of the train command; returns the exit code. Signals raise TrainingInterrupted or Interrupted."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir("."))  # back from where the user's functions went
         with timing.phase("prepare"):
             weights, tokenizer, model = stack.enter_context(loading(config))
             if note := model_report.cpu_note(model):
@@ -90,8 +92,8 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
         return code
     if trainer.unsaved is not None:
         console.print(fitted(f"warning: the last state is not saved, only exported: {trainer.unsaved}", console))
-    console.print(f"done: {trainer.output}\n\nnext:")
+    console.print(f"done: {config.output}\n\nnext:")
     asked = bool(config.evaluation.exact_match_rows)
-    for purpose, command in next_commands(trainer.output, config.data, config.model.path, asked):
+    for purpose, command in next_commands(Path(config.output), config.data, config.model.path, asked):
         console.print(f"  # {purpose}\n  {command}")
     return code

@@ -120,9 +120,10 @@ class Trainer:
         trains: bool = True,
         checks_folder: bool = False,
     ):
-        self.trains, self.output = trains, Path(config.output)
+        self.trains = trains
+        self.output = Path(config.output).absolute()  # the user's functions may change the current folder
         self.tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
-        self.profile_folder = Path(profile) if profile is not None else self.output / "profile"
+        self.profile_folder = Path(profile).absolute() if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
         self.steps_done = 0
@@ -345,7 +346,7 @@ class Trainer:
         run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.model.sampling, self.answers)
         resumed = handed.take()
         if resumed is not None and start >= self.total_steps:
-            monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
+            monitor.progress.print(f"this run is complete: {start} steps (output {self.config.output})")
             write_config(self.output, config_to_dict(config))
             if due:
                 frozen = self.model.placed_frozen(self.engine)
@@ -593,9 +594,10 @@ class Trainer:
             require_same_config(self.output, config_to_dict(self.config))
             return None, 0
         if self.config.checkpoint.resume == "never":
+            given = Path(self.config.output)
             raise ValueError(
-                f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
-                f"such as output={next_name(self.output)}, or set checkpoint.resume: auto to continue from them"
+                f"output = {str(given)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
+                f"such as output={next_name(given)}, or set checkpoint.resume: auto to continue from them"
             )
         changes = []
         step, state = self._restore(checkpointer, changes.extend, from_step=from_step)
@@ -620,7 +622,7 @@ class Trainer:
             if self.trains:
                 self.planner.adopt(section(saved, "numerics"))
                 self.engine.follow_plan()
-            note(require_same_run(saved, self.record(), self.output))
+            note(require_same_run(saved, self.record(), Path(self.config.output)))
             self.model.resume(saved)
 
         with timing.phase("files", "checkpoint"):

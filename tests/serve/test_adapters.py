@@ -19,6 +19,7 @@ import jaxtune
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.loading import AdapterFolder
+from jaxtune.serve.metrics import Metrics
 from jaxtune.serve.readers import Readers
 from tests import patience
 from tests.patience import wait_until
@@ -231,3 +232,16 @@ def test_no_path_leads_out(root, steps, absolute):
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(ValueError, match="--adapters-below .*no folder"):
         AdapterFolder(tmp_path / "none")
+
+
+def test_an_adapters_numbers_go_with_it(models):
+    numbers = Metrics(engine := engine_of(models, 4, 256))
+    for name in ("base", "gone"):
+        progress = numbers.answer(name, 3, 0.0)
+        progress.add(1)
+    numbers.forget("gone")
+    numbers.forget("never there")
+    progress.add(1)  # under way
+    text = numbers.text().decode()
+    assert "gone" not in text and 'model="base"' in text
+    assert engine.close(60)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -146,3 +148,32 @@ def test_an_adapter_that_is_loaded_stops_nobody(server, monkeypatch):
     assert status == scored_status == 200
     assert scored["choices"][0]["text"] == body["prompt"] + answer["choices"][0]["text"]
     burst(port, 6, seed=3)
+
+
+def test_a_program_that_failed_is_tried_again(monkeypatch):
+    """After a time, in which it is refused."""
+    size = ready.Look(8, 4)
+    shapes: Any = Mock(calls=lambda size: [])
+    failures = [MemoryError("of the test")]
+
+    def prepare(calls):
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(ready, "prepare", prepare)
+    monkeypatch.setattr(ready, "AGAIN_SECONDS", 0.2)
+    queue = ready._Queue(shapes)
+    thread = threading.Thread(target=queue.run, daemon=True)
+    thread.start()
+    with queue.changed:
+        queue.want([size], 0.0)
+        assert queue.changed.wait_for(lambda: size in queue._failed, 30)
+        with pytest.raises(RuntimeError, match="of the test"):
+            queue.want([size], 0.0)
+    time.sleep(0.3)
+    with queue.changed:
+        queue.want([size], 0.0)
+        assert queue.changed.wait_for(lambda: size in queue.ready, 30)
+        queue.closed = True
+        queue.changed.notify_all()
+    thread.join(30)

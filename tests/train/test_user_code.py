@@ -863,3 +863,97 @@ def test_processes_end_with_the_run(own):
         process = processes.process_of(str(own.resolve()))
         assert process.number is not None
     assert process.number is None
+
+
+FORKS = """
+import multiprocessing, os, signal, sys, time
+
+def ends_its_child(completions):
+    own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    own.start()
+    own.terminate()
+    own.join()
+    return [float(-own.exitcode)] * len(completions)
+
+def pools(completions):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(len, completions)
+
+def comes_back(completions):
+    children = [os.fork() for _ in range(2)]
+    if all(children):
+        [os.waitpid(child, 0) for child in children]
+    return [float(len(text)) for text in completions]
+
+def closes_stdout(completions):
+    sys.stdout.close()
+    return [1.0] * len(completions)
+
+def has_no_stdout(completions):
+    sys.stdout = None
+    return [1.0] * len(completions)
+
+def sends(completions):
+    import pickle
+    for descriptor in range(3, 64):
+        try:
+            message = pickle.dumps((-1, True, b""))
+            os.write(descriptor, len(message).to_bytes(8, "big") + message)
+        except OSError:
+            pass
+    return [1.0] * len(completions)
+"""
+FORKED = {
+    "ends_its_child": [15.0, 15.0],
+    "pools": [2.0, 1.0],
+    "comes_back": [2.0, 1.0],
+    "closes_stdout": [1.0, 1.0],
+    "has_no_stdout": [1.0, 1.0],
+}
+
+
+@pytest.mark.parametrize("name", FORKED)
+def test_an_isolated_function_may_fork_and_close(name, tmp_path):
+    """Its answers stay those of their own calls."""
+    file = tmp_path / "forks.py"
+    file.write_text(FORKS)
+    rewards = RewardFunctions.named([f"{file}:{name}"], isolation="process", timeout_seconds=30)
+    for _ in range(3):
+        assert rewards(Sampled(["q"] * 2, ["aa", "b"], [[1]] * 2, {}))[:, 0].tolist() == FORKED[name]
+
+
+def test_what_is_no_answer_to_a_call_is_told(tmp_path):
+    file = tmp_path / "forks.py"
+    file.write_text(FORKS)
+    texts = Sampled(["q"] * 2, ["aa", "b"], [[1]] * 2, {})
+    with pytest.raises(RewardError, match="sends sent what is no answer to this call"):
+        RewardFunctions.named([f"{file}:sends"], isolation="process", timeout_seconds=30)(texts)
+    again = RewardFunctions.named([f"{file}:comes_back"], isolation="process", timeout_seconds=30)
+    assert again(texts)[:, 0].tolist() == [2.0, 1.0]
+
+
+def test_a_file_that_does_not_load_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_LOAD_SECONDS", 1.0)
+    file = tmp_path / "loads.py"
+    file.write_text("def f(completions):\n    return [1.0] * len(completions)\n")
+    rewards = RewardFunctions.named([f"{file}:f"], isolation="process", timeout_seconds=1)
+    file.write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(RewardError, match="the file of f was not loaded within 1 s"):
+        rewards(Sampled(["q"], ["a"], [[1]], {}))
+
+
+def test_a_reward_that_changes_the_folder_moves_no_file_of_a_run(tmp_path, monkeypatch):
+    from tests.train.test_tools import trainer_of
+
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "moves.py"
+    folder = str(tmp_path / "elsewhere")
+    file.write_text(
+        f"import os\n\ndef f(completions):\n    os.chdir({folder!r})\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of("out", {"reward_funcs": (f"{file}:f",)}, steps=1)
+    trainer.train()
+    assert os.getcwd() == folder and not os.listdir(folder)
+    assert {"metrics.jsonl", "rollouts.jsonl", "state.json"} <= {*os.listdir(tmp_path / "out")}
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) >= 1

@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
 
 _MOST_BYTES = 256 * 1024  # of a grammar
+_MOST_RULES = 500  # and definitions of a schema: llguidance takes stack for each that another one calls
+_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*[^\S\n]*[\[{.:]", re.MULTILINE)
+_DEFINITIONS = ("$defs", "definitions")
 # Of a processor, that a row may take: other rows wait meanwhile. Few grammars take a millisecond for a token.
 _SECONDS, _SECONDS_PER_TOKEN = 1.0, 0.02
 _MOST_VOCABULARIES = 4
@@ -39,6 +43,7 @@ _TAIL = 16  # tokens in which the end of thoughts is looked for
 
 def json_grammar(schema: Mapping[str, object]) -> str:
     """Of JSON that a schema describes. ValueError for a schema that is not supported."""
+    _require_few("definitions", _definitions(schema))
     return checked(json.dumps({"grammars": [{"json_schema": {**schema, **SPACES}}]}))
 
 
@@ -75,7 +80,25 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(lark: str) -> str:
     """Of texts of a grammar in llguidance's dialect of Lark. ValueError for another one."""
+    _require_few("rules", len(_RULE.findall(lark)))
     return checked(_llguidance().LLMatcher.grammar_from_lark(lark))
+
+
+def _definitions(schema: object) -> int:
+    """How many a schema has in all of its levels."""
+    count, rest = 0, [schema]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Mapping):
+            count += sum(len(value[key]) for key in _DEFINITIONS if isinstance(value.get(key), Mapping))
+        if isinstance(value, Mapping | list | tuple):
+            rest += value.values() if isinstance(value, Mapping) else value
+    return count
+
+
+def _require_few(kind: str, count: int) -> None:
+    if count > _MOST_RULES:
+        raise ValueError(f"there are {count:,} {kind}; at most {_MOST_RULES:,} are followed: leave some out")
 
 
 def checked(grammar: str) -> str:
@@ -129,7 +152,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], vocab_size: int):
         self._width, self._tokenizer = (vocab_size + 31) // 32, tokenizer
         end_tokens = [token for token in ends if token < len(tokenizer)]
-        self._last: tuple[str, LLMatcher] | None = None  # the last grammar; a request's rows have the same
+        # A request's rows have the same grammar, and nothing of it stays after them.
+        self._compiled: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
         most = max(vocab_size, len(tokenizer))
         self._compiler, self._bits = _vocabulary(tokenizer, most, end_tokens), (most + 31) // 32
 
@@ -139,6 +163,24 @@ class Grammars:
         from jaxtune.models.ends import end_token_ids  # readers of requests import no JAX
 
         return cls(tokenizer, end_token_ids(model), model.config.vocab_size)
+
+    def compiled(self, grammar: str) -> _Compiled:
+        """What its rows share, anew unless one has it. ValueError: it is not followed."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            matcher = _llguidance().LLMatcher(self._compiler, grammar, log_level=0)
+            if matcher.is_error():
+                raise ValueError(_first_words(matcher.get_error()))
+            compiled = self._compiled[grammar] = _Compiled(matcher)
+        return compiled
+
+    def begun(self, grammar: str) -> LLMatcher:
+        """As a row has it with its first mask. ValueError: it is not followed."""
+        matcher = self.compiled(grammar).matcher.deep_copy()
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(_first_words(matcher.get_error()))
+        return matcher
 
     def after_thoughts(self, grammar: str, prompt_ids: Sequence[int], reader: AnswerReader) -> GrammarConstraint:
         """Of the answer to a prompt in `reader`'s chat template."""
@@ -153,17 +195,19 @@ class Grammars:
         thinks: whether the row begins within thoughts.
         opens: a token that opens thoughts if it is the row's first; None: there is none.
         """
-        last = self._last  # which another thread may replace
-        if last is None or last[0] != grammar:
-            matcher = _llguidance().LLMatcher(self._compiler, grammar)
-            if matcher.is_error():
-                raise ValueError(_first_words(matcher.get_error()))
-            last = self._last = grammar, matcher
+        compiled = self.compiled(grammar)
 
         def decode(ids: Sequence[int]) -> str:
             return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        return GrammarConstraint(last[1], self._width, self._bits, decode, thoughts_end, thinks, opens)
+        return GrammarConstraint(compiled, self._width, self._bits, decode, thoughts_end, thinks, opens)
+
+
+class _Compiled:
+    """A grammar's matcher before its first token."""
+
+    def __init__(self, matcher: LLMatcher):
+        self.matcher = matcher
 
 
 class GrammarConstraint:
@@ -174,7 +218,7 @@ class GrammarConstraint:
 
     def __init__(
         self,
-        first: LLMatcher,
+        first: _Compiled,
         width: int,
         bits: int,
         decode: Callable[[Sequence[int]], str],
@@ -191,7 +235,7 @@ class GrammarConstraint:
 
     @functools.cached_property
     def _matcher(self) -> LLMatcher:
-        return self._first.deep_copy()
+        return self._first.matcher.deep_copy()
 
     def mask(self) -> np.ndarray | None:
         if self._thinks:

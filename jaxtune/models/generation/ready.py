@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # A program that a larger one serves is compiled so much later: a burst after a start is not disturbed.
 LATER_SECONDS = 30.0
+AGAIN_SECONDS = 60.0  # after which a program that failed, perhaps for lack of memory, is tried again
 _THREADS = 2  # that compile, so that a program that takes long keeps only itself waiting
 _AT_ONCE = 8  # programs for another model that are compiled together, before what is due
 
@@ -262,6 +263,8 @@ class Ready:
             return True
         with queue.changed:
             following = queue.following
+            if following is not None and following.error is not None and time.monotonic() >= following.again:
+                following = None
             if following is None or following.shapes.of(structure, arrays, gated) is not following.shapes:
                 queue.following = following = _Following(shapes)
                 queue.changed.notify_all()
@@ -342,6 +345,7 @@ class _Following:
     shapes: Shapes
     ready: set[Size] = dataclasses.field(default_factory=set)
     error: Exception | None = None
+    again: float = 0.0  # when it is tried again after an error
 
 
 class _Queue:
@@ -353,7 +357,7 @@ class _Queue:
         self.ready: set[Size] = set()
         self.threads: list[threading.Thread] = []
         self.following: _Following | None = None
-        self._failed: dict[Size, Exception] = {}
+        self._failed: dict[Size, tuple[Exception, float]] = {}  # and when each is tried again
         self._due: dict[Size, float] = {}  # when each begins
         self._begun: set[tuple[Shapes, Size]] = set()  # that a thread compiles
 
@@ -367,9 +371,11 @@ class _Queue:
         self._due = {size: due for size, due in self._due.items() if due <= now}
 
     def want(self, sizes: Sequence[Size], seconds: float) -> None:
-        due = time.monotonic() + seconds
+        now = time.monotonic()
+        due, self._failed = now + seconds, {size: each for size, each in self._failed.items() if now < each[1]}
         for size in sizes:
-            if (error := self._failed.get(size)) is not None and not seconds:
+            if size in self._failed and not seconds:
+                error, _ = self._failed[size]
                 raise RuntimeError(f"a program could not be compiled: {error}") from error
             if size not in self.ready and size not in self._failed and due < self._due.get(size, np.inf):
                 self._due[size] = due
@@ -385,16 +391,18 @@ class _Queue:
                 logger.warning("a program was not compiled (%s): %s", ", ".join(map(str, sizes)), error)
             with self.changed:
                 self._begun -= {(shapes, size) for size in sizes}
+                again = time.monotonic() + AGAIN_SECONDS
                 if shapes is self.shapes:
                     for size in sizes:
                         self._due.pop(size, None)
                     if error is None:
                         self.ready.update(sizes)
                     else:
-                        self._failed |= dict.fromkeys(sizes, error)
+                        self._failed |= dict.fromkeys(sizes, (error, again))
                 elif self.following is not None and shapes is self.following.shapes:
                     self.following.ready.update(sizes)
-                    self.following.error = self.following.error or error
+                    if error is not None and self.following.error is None:
+                        self.following.error, self.following.again = error, again
                 self.changed.notify_all()
 
     def _next(self) -> tuple[Shapes, list[Size]] | None:

@@ -4,6 +4,8 @@ that it starts in hundredths of a second and has no device.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import sys
 from collections.abc import Awaitable, Callable
@@ -21,34 +23,39 @@ _runner: asyncio.Runner | None = None
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answers messages from the socket `descriptor`: a function's reference and pickled arguments (None: load it only).
-    Dies with `parent`.
+    """Answers messages from the socket `descriptor`: a number, which the answer repeats, a function's reference and
+    pickled arguments (None: load it only). Dies with `parent`.
     """
     if (connection := children.attach(descriptor, parent)) is None:
         return
     functions: dict[bytes, Callable] = {}
+    own = os.getpid()
     while (message := children.receive(connection)) is not None:
-        reference, arguments = pickle.loads(message)
-        children.send(connection, _answer(functions, reference, arguments))
-        sys.stdout.flush()
+        number, reference, arguments = pickle.loads(message)
+        answer = _answer(functions, reference, arguments)
+        with contextlib.suppress(Exception):  # the function may have closed it
+            sys.stdout.flush()
+        if os.getpid() != own:  # a fork of the function's came back
+            os._exit(0)
+        children.send(connection, pickle.dumps((number, *answer)))
 
 
-def _answer(functions: dict[bytes, Callable], reference: bytes, payload: bytes | None) -> bytes:
+def _answer(functions: dict[bytes, Callable], reference: bytes, payload: bytes | None) -> tuple[bool, object]:
     """(True, pickled result) or (False, texts of the exception)."""
     try:
         if reference not in functions:
             functions[reference] = _loaded(reference)
         if payload is None:
-            return pickle.dumps((True, b""))
+            return True, b""
         sent, logs = pickle.loads(payload)
         logged: list[tuple[str, tuple, dict]] = []
         arguments = pickle.loads(sent) | {name: _log(name, logged) for name in logs}
         value = functions[reference](**arguments)
         if isinstance(value, Awaitable):
             value = _awaited(value)
-        return pickle.dumps((True, pickle.dumps((listed(value), logged))))
+        return True, pickle.dumps((listed(value), logged))
     except BaseException as error:
-        return pickle.dumps((False, (errors.in_words(error), errors.place(error), errors.trace(error))))
+        return False, (errors.in_words(error), errors.place(error), errors.trace(error))
 
 
 def _log(name: str, logged: list[tuple[str, tuple, dict]]) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import os
 import pickle
@@ -27,6 +28,7 @@ from jaxtune.train.user_code.child import serve
 serve(int(sys.argv[2]), int(sys.argv[3]))"""
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 LOGS = ("log_metric", "log_extra")  # functions of the run among the arguments: what they are called with is sent back
+_LOAD_SECONDS = 600.0  # in which the file of a function with a limit must have been loaded
 _END_SECONDS = 5.0  # for a process that has closed its connection
 _processes: dict[str, Process] = {}  # by what the functions share: their file, or module
 
@@ -37,6 +39,8 @@ class Process:
     def __init__(self) -> None:
         self._popen: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
+        self._numbers = itertools.count()  # of messages
+        self._loaded: set[bytes] = set()  # references
 
     @property
     def number(self) -> int | None:
@@ -57,7 +61,8 @@ class Process:
         if self.number is None:
             self._start()
         answer: Future[bytes | None] = Future()
-        exchange = (self._connection, pickle.dumps((reference, given)), answer)
+        number = next(self._numbers)
+        exchange = (self._connection, pickle.dumps((number, reference, given)), answer)
         threading.Thread(target=_exchange, args=exchange, name=f"process of {name}", daemon=True).start()
         try:
             description = f"{name}, in a process of its own"
@@ -67,13 +72,33 @@ class Process:
             raise
         if message is None:
             raise Elsewhere(f"the process of {name} ended{self._how()}")
-        is_right, value = pickle.loads(message)
+        try:
+            its_number, is_right, value = pickle.loads(message)
+        except Exception:  # the function wrote it
+            its_number, is_right, value = None, False, ()
+        if its_number != number:
+            self.end()
+            raise Elsewhere(f"the process of {name} sent what is no answer to this call, and was ended")
         if not is_right:
             raise Elsewhere(*value)
+        self._loaded.add(reference)
         return value
+
+    def load(self, reference: bytes, name: str, seconds: float | None) -> None:
+        """Loads a function that the process does not have. Elsewhere: as `ask`, or not within `seconds`, and at least
+        _LOAD_SECONDS.
+        """
+        if self.number is not None and reference in self._loaded:
+            return
+        most = None if seconds is None else max(seconds, _LOAD_SECONDS)
+        try:
+            self.ask(reference, None, name, most)
+        except TimeoutError:
+            raise Elsewhere(f"the file of {name} was not loaded within {most:g} s") from None
 
     def end(self) -> None:
         popen, connection, self._popen, self._connection = self._popen, self._connection, None, None
+        self._loaded.clear()
         if popen is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(popen.pid, signal.SIGKILL)
@@ -141,7 +166,7 @@ class Isolated:
         """Calls the function; the limit excludes loading its file. UserCodeError if it raised, or arguments or result
         cannot be sent; TimeoutError at the limit, which ends the process.
         """
-        self._process.ask(self._reference, None, self._name)
+        self._process.load(self._reference, self._name, seconds)
         logs = {name: value for name, value in given.items() if name in LOGS and callable(value)}
         sent = self._sendable({name: value for name, value in given.items() if name not in logs})
         answer = self._process.ask(self._reference, pickle.dumps((sent, [*logs])), self._name, seconds)
