@@ -62,7 +62,7 @@ def test_small_numbers_are_rounded_as_well_as_large_ones(way, dtype):
 
 @given(st.integers(0, 2**31), st.floats(-27, 30), st.sampled_from(DTYPES), st.integers(1, 4))
 def test_nvfp4_has_one_error_at_every_size_and_dtype(seed, exponent, dtype, blocks):
-    """Also of one row, and far below the numbers that float16 has; a block much smaller than the largest is not lost."""
+    """Also of one row, and far below the numbers of float16; a block much smaller than the largest is not lost."""
     wide = np.random.default_rng(seed).standard_normal((3, 16 * blocks)).astype(np.float32)
     lowest, highest = (-4, 4) if dtype == "float16" else (-27, 30)
     numbers = jnp.asarray(wide * np.float32(10.0 ** np.clip(exponent, lowest, highest)), dtype)
