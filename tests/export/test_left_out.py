@@ -53,6 +53,7 @@ def test_a_tower_that_is_left_out_is_named(tmp_path, tokenizer, name, pictures):
 @pytest.mark.parametrize("name", TOWERS)
 def test_an_adapter_of_any_linear_of_a_tower_is_refused(tmp_path, tokenizer, name, to):
     model = vision(name)
+    assert model.vision is not None
     prefixes = model.vision.config.prefixes
     names = [each for each, _ in linears(model) if each.startswith(prefixes)]
     for target in (names[0], names[-1]):
