@@ -13,7 +13,8 @@ from llama_cpp_models import CHANGES, made
 gguf = pytest.importorskip("gguf")
 
 from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
-from jaxtune.models.files.gguf_config import Metadata, config_of  # noqa: E402
+from jaxtune.models.files.gguf_config import config_of  # noqa: E402
+from jaxtune.models.files.gguf_metadata import Metadata  # noqa: E402
 from jaxtune.models.files.gguf_unread import _UNCHANGING  # noqa: E402
 from jaxtune.models.hf import from_pretrained  # noqa: E402
 from tests.models.test_gguf_in import numbers, written  # noqa: E402

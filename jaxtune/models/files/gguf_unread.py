@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
 from jaxtune.models.families.common.key import Config
+from jaxtune.models.files.gguf_metadata import Metadata
 from jaxtune.models.files.gguf_names import ARCHITECTURES, Architecture
-
-if TYPE_CHECKING:
-    from jaxtune.models.files.gguf_config import Metadata
 
 # Keys that change no number of these families, whatever their value.
 _UNCHANGING = {
@@ -27,7 +24,7 @@ _UNCHANGING = {
     "use_parallel_residual",  # only GPT-NeoX has both ways
 }
 # Keys, and the values at which they change no number.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
@@ -83,7 +80,7 @@ def require_all_read(data: Metadata, config: Config) -> None:
         )
 
 
-def _of_model(data: Metadata, config: Config, arch: Architecture) -> dict[str, Callable[[Any], bool]]:
+def _of_model(data: Metadata, config: Config, arch: Architecture) -> dict[str, Callable[[object], bool]]:
     """{key: whether a value says what the model has anyway}."""
     head_dim = data.get("attention.key_length") or data.need("embedding_length") // data.need("attention.head_count")
     sliding_dim, context = data.get("attention.key_length_swa", head_dim), data.need("context_length")
@@ -99,8 +96,10 @@ def _of_model(data: Metadata, config: Config, arch: Architecture) -> dict[str, C
         "attention.key_length_swa": _one_of(head_dim),
         "attention.value_length": _one_of(head_dim),
         "attention.value_length_swa": _one_of(sliding_dim),
-        "attention.scale": lambda value: math.isclose(value, score_scale, rel_tol=1e-5),
-        "attention.sliding_window": lambda value: arch.name != "olmo2" and (value == 0 or value >= context),
+        "attention.scale": lambda value: isinstance(value, float) and math.isclose(value, score_scale, rel_tol=1e-5),
+        "attention.sliding_window": lambda value: (
+            arch.name != "olmo2" and isinstance(value, int | float) and (value == 0 or value >= context)
+        ),
         "attention.sliding_window_pattern": lambda value: value in (arch.period or 0, _slides(data, arch)),
         "expert_feed_forward_length": _one_of(0, data.get("feed_forward_length")),
         "expert_gating_func": _one_of(0, _SOFTMAX_OF_CHOSEN if arch.name == "gpt-oss" else _SOFTMAX),
@@ -124,6 +123,6 @@ def _any(value: object) -> bool:
     return True
 
 
-def _one_of(*values: object) -> Callable[[Any], bool]:
+def _one_of(*values: object) -> Callable[[object], bool]:
     """Whether a value, or each element of a list, is one of these."""
     return lambda value: all(element in values for element in (value if isinstance(value, list) else [value]))
