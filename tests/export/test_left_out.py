@@ -11,6 +11,7 @@ import pytest
 from tiny_models import shaken
 
 import jaxtune
+from jaxtune.export.adapters import rank_notes
 from jaxtune.models.adapters.trained_over import RUN_RECORD
 from jaxtune.models.hf import model_from_config
 from jaxtune.models.lora import linears, with_trained_tower
@@ -83,3 +84,11 @@ def test_a_text_model_has_no_such_note(tmp_path, tokenizer):
 
     done = jaxtune.export_model(made("llama"), tmp_path / "out", "gguf", tokenizer=tokenizer)
     assert not [note for note in done.notes if "without" in note]
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"), [(16, None), (17, "--max-lora-rank 32"), (300, "rank 320"), (512, "rank 512"), (513, "no rank")]
+)
+def test_what_vllm_needs_beyond_its_defaults(rank, words):
+    notes = rank_notes(rank)
+    assert not notes if words is None else words in notes[0]
