@@ -30,6 +30,7 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.formats import LABELLED, PREFERENCE
+from jaxtune.train.data.tokens.documents import identity
 from jaxtune.train.objectives.kto import mismatched_in_groups
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.named import objective_of
@@ -226,7 +227,7 @@ class ReferencedTrainer(PreferenceTrainer):
         if isinstance(model, str | os.PathLike) and arguments.get("ref_model") == model:
             del arguments["ref_model"]  # the model as it is before training, which is the reference
         super().__init__(*args, **arguments)
-        self._references: dict[tuple[int, int], np.ndarray] = {}
+        self._references: dict[str, np.ndarray] = {}  # by identity of the rows
         if trained_before(self.model.module):
             self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
             say(f"{type(self).__name__}: the reference is the model with a copy of the adapter that was trained before")
@@ -239,8 +240,7 @@ class ReferencedTrainer(PreferenceTrainer):
         assert isinstance(data, PairDataset)
         if self._kept is None or not len(data.documents):
             return data
-        lengths = np.asarray(data.documents.lengths)
-        known = (len(lengths), hash((lengths.tobytes(), np.asarray(data.documents.starts).tobytes())))
+        known = identity(data.documents, data.documents.lengths)
         if known not in self._references:
             graph, _, others = nnx.split(self._to_train(), nnx.Param, ...)
             self._references[known] = _log_probs(nnx.merge(graph, self._kept, others), data)

@@ -23,6 +23,8 @@ from jaxtune.system.disk import require_room
 
 _BESIDE_BYTES = 64 << 10  # of the config and the header of the weights
 
+_VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank, from its default on
+
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
     """Writes a model's adapter, an embedding or head that was trained whole (modules_to_save), and the tokenizer into
@@ -84,7 +86,20 @@ def servers(model: Decoder) -> list[str]:
             "the embedding or head was trained whole (modules_to_save): PEFT loads it; vLLM, SGLang and llama.cpp do "
             "not: serve the merged model there"
         )
-    return notes or ["PEFT, vLLM, SGLang and TGI load this adapter; llama.cpp does as --to gguf-adapter writes it"]
+    if notes:
+        return notes
+    loads = "PEFT, vLLM, SGLang and TGI load this adapter; llama.cpp does as --to gguf-adapter writes it"
+    return [loads, *rank_notes(max((lora.rank for lora in adapted), default=0))]
+
+
+def rank_notes(rank: int) -> list[str]:
+    """[what vLLM needs beyond its defaults for an adapter whose largest rank this is], or []."""
+    if rank <= _VLLM_RANKS[0]:
+        return []
+    taken = next((most for most in _VLLM_RANKS if most >= rank), None)
+    if taken is None:
+        return [f"vLLM takes no rank above {_VLLM_RANKS[-1]}, and this one's is {rank}: serve the merged model there"]
+    return [f"vLLM takes ranks up to {_VLLM_RANKS[0]} by default, and this one's is {rank}: --max-lora-rank {taken}"]
 
 
 def verify(model: Decoder, read_back: Mapping[str, np.ndarray], written: Mapping[str, np.ndarray]) -> None:

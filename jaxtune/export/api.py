@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
+from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, left_out, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_programs import Compiling
 from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
@@ -170,6 +170,7 @@ def _finite(name: str, make: Callable[[], jax.Array | Stored], dtype: str) -> ja
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
     """Writes a model as model-OUTTYPE.gguf with its tokenizer."""
+    left_out.require_untrained(model, "gguf")
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
@@ -199,9 +200,10 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
                 "quantisation-aware training left them as they were; all other matrices are stored as it saw them"
             )
         file = f"model-{outtype}.gguf"
-        text, more_notes = modelfile(model, job.tokenizer, file)
-        texts = {MODELFILE: text}
-        return _write_gguf(job, file, arch.name, fields, sources, outtype, notes + more_notes, compiling.wait, texts)
+        missing = left_out.note(model)
+        text, more_notes = modelfile(model, job.tokenizer, file, missing)
+        notes = [*notes, *missing, *more_notes]
+        return _write_gguf(job, file, arch.name, fields, sources, outtype, notes, compiling.wait, {MODELFILE: text})
 
 
 def _name(job: _Job, notes: list[str]) -> str:
@@ -227,6 +229,7 @@ def _like(model: Decoder) -> jax.ShapeDtypeStruct | None:
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     """Writes a LoRA adapter as adapter-f32.gguf for llama.cpp's --lora."""
+    left_out.require_untrained(model, "gguf-adapter")
     arch = architecture(model.config)
     sources, alpha = gguf_tensors.of_adapter(model, arch)
     fields = {

@@ -171,10 +171,6 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
     for name, _, lora in adapted:
         if name == _UNADAPTED:
             raise ValueError(f"gguf-adapter: {name} is adapted, and llama.cpp ignores that adapter; export gguf")
-        if model.vision is not None and name.startswith(model.vision.config.prefixes):
-            raise ValueError(
-                f"gguf-adapter: {name} is adapted, and llama.cpp's adapters are of text; export safetensors"
-            )
         if lora.magnitude is not None:
             raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp does not support; export gguf")
     for module_name, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):

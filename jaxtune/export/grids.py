@@ -123,6 +123,9 @@ def exactly(name: str, format: str, weight: jax.Array) -> Stored:
         stored = stored.rescaled(_fitting(stored, np.where(np.isfinite(most), (least + most) / 2, 1.0), numbers))
     off = int((partition.on_host(stored.decode(weight.dtype)) != numbers).sum())
     if off:
+        stored = stored.of_numbers(weight)
+        off = int((partition.on_host(stored.decode(weight.dtype)) != numbers).sum())
+    if off:
         raise ValueError(
             f"export: {off} numbers of {name} are not on the grid of {format} to which the model says its weights were "
             'rounded ("qat" in config.json): they were changed since; remove "qat" to have them rounded'

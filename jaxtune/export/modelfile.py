@@ -97,15 +97,16 @@ class Turns:
         )
 
 
-def modelfile(model: Decoder, tokenizer: Tokenizer, file: str) -> tuple[str, list[str]]:
+def modelfile(model: Decoder, tokenizer: Tokenizer, file: str, missing: Sequence[str] = ()) -> tuple[str, list[str]]:
     """(the text of Ollama's Modelfile for a GGUF file, notes).
 
     model: that was exported, for its end tokens and sampling settings.
     tokenizer: whose chat template becomes TEMPLATE.
     file: the name of the GGUF file, which lies beside the Modelfile.
+    missing: sentences on what the file lacks, which become comments.
     """
     turns, why = turns_of(tokenizer)
-    lines = [f"FROM ./{file}"]
+    lines = [f"FROM ./{file}", *(f"# {sentence}" for sentence in missing)]
     notes = []
     if turns is None:
         lines.append(f"# No TEMPLATE: {why}. Ollama takes one of those that it knows, if it resembles the GGUF file's.")

@@ -388,6 +388,7 @@ class Source:
     nested: bool = False
     # JSON of rope_scaling and max_position_embeddings, where `config` has others than the file; None: it has the file's
     positions: str | None = None
+    dropped: tuple[str, ...] = ()  # names of tensors that are neither loaded nor copied, such as Gemma 3's tower
 
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:

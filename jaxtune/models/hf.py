@@ -141,6 +141,8 @@ class Pretrained:
         self._source = Source(os.fspath(path), json.dumps(hf), generation, passthrough_parts, nested, positions_text)
         if hf is not outer:
             renamed = {text_tensor_name(name, tower): entry for name, entry in entries.items()}
+            dropped = tuple(name for name in entries if text_tensor_name(name, tower) is None)
+            self._source = dataclasses.replace(self._source, dropped=dropped)
             entries = {name: entry for name, entry in renamed.items() if name is not None}
         unused = family(config.family).unused_tensors(config)
         entries = stored_weights.gather({name: entry for name, entry in entries.items() if not name.startswith(unused)})

@@ -46,7 +46,7 @@ def observed_scales(
 ) -> dict[str, float]:
     """Measures the scales of activations, {name of a linear: scale}, for all linears: one row at a time runs forward,
     without rounding; padding does not count. For nvfp4-nvfp4 a scale is compressed-tensors' input_global_scale: 448 * 6
-    / the largest magnitude, rounded to the linear's dtype, and 1 if all inputs are zero.
+    / the largest magnitude in float32, and 1 if all inputs are zero.
 
       model: not changed.
       format: of QAT, such as "nvfp4-nvfp4".
@@ -78,8 +78,7 @@ def observed_scales(
         jax.effects_barrier()
     if wrong := [name for name, value in largest.magnitude_by_name.items() if not np.isfinite(value)]:
         raise FloatingPointError(f"the inputs of {wrong[0]} are not finite: their range cannot be observed")
-    dtypes = {name: linear.compute or model.dtype for name, linear in linears(model)}
-    return {name: float(scale(jnp.float32(value), dtypes[name])) for name, value in largest.magnitude_by_name.items()}
+    return {name: float(scale(jnp.float32(value))) for name, value in largest.magnitude_by_name.items()}
 
 
 def with_input_scales(model: Decoder, scales: Mapping[str, float]) -> Decoder:

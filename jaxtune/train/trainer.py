@@ -149,8 +149,6 @@ class Trainer:
         )
         self.batches, self.train_data, self.eval_data = rows.batches, rows.train, rows.held_out
         self.callbacks = tuple(callbacks)
-        if (guards := self.config.guards).patience is not None:
-            self.callbacks += (EarlyStop(guards, self.spec.evaluation, self.output),)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
         with timing.phase("plan"):
@@ -159,6 +157,12 @@ class Trainer:
             self.slots, self.answers = setup.with_slots(
                 planner, lambda: self.model.sampled(planner.plan, mesh), self.batches, rows.answers
             )
+        if (guards := self.config.guards).patience is not None:
+            self.callbacks += (EarlyStop(guards, self.spec.evaluation, self.output, self._evaluated_rows),)
+
+    @property
+    def _evaluated_rows(self) -> str | None:
+        return rows_identity(self.eval_data and self.eval_data.documents, self.answers)
 
     @property
     def config(self) -> TrainConfig:
@@ -339,7 +343,7 @@ class Trainer:
             setup.profile_facts, config_to_dict(config), config.model, config.computes_in, self.batches, self.planner
         )
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
-        rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
+        rows = self._evaluated_rows
         due = is_evaluation_due(self.spec.evaluation, start, self.total_steps, self.output, rows)
         saver.best.resume(self.output, start, rows)
         of_run = (self.engine, monitor, saver, self.total_steps, self.spec.evaluation, due)

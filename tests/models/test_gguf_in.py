@@ -20,7 +20,7 @@ from jaxtune.cli import main  # noqa: E402
 from jaxtune.export import gguf_file, gguf_tensors  # noqa: E402
 from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
 from jaxtune.export.gguf_tokenizer import tokenizer_fields  # noqa: E402
-from jaxtune.models.files import gguf_config, gguf_tokens, model_folder, quant  # noqa: E402
+from jaxtune.models.files import gguf_config, gguf_metadata, gguf_tokens, model_folder, quant  # noqa: E402
 from jaxtune.models.files.weights import Weights  # noqa: E402
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained  # noqa: E402
 from jaxtune.models.registry import config_from_hf  # noqa: E402
@@ -260,7 +260,7 @@ def test_files_that_are_refused(changes, message, small, tmp_path):
 
 
 def test_other_architectures_and_damaged_files(small, tmp_path):
-    data = gguf_config.Metadata("a.gguf", {"general.architecture": "mamba"}, {}, lambda name: np.zeros(1), True)
+    data = gguf_metadata.Metadata("a.gguf", {"general.architecture": "mamba"}, {}, lambda name: np.zeros(1), True)
     with pytest.raises(ValueError, match=r"general.architecture = 'mamba' is not supported.*llama, qwen2"):
         gguf_config.config_of(data)
     file = written(small, tmp_path / "model.gguf")

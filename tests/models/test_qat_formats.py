@@ -119,7 +119,7 @@ def test_activations_in_nvfp4_are_rounded_under_their_observed_scale(observed):
     own = np.where(own == 0, np.float32(0.125), own) / scale
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # no number drawn lies between two
     wanted = np.sign(blocks) * numbers[abs(abs(blocks / own)[..., None] - numbers).argmin(-1)] * own
-    found = rounded_inputs.nvfp4_activations(x, rounded_inputs.nvfp4_scale(observed, "float32"))
+    found = rounded_inputs.nvfp4_activations(x, FORMATS["nvfp4"].kinds[0].global_scale(observed))
     np.testing.assert_array_equal(found, wanted.reshape(x.shape))
     assert abs(found).max() == pytest.approx(min(abs(np.asarray(x)).max(), observed), rel=0.1)
 

@@ -29,6 +29,7 @@ from jaxtune.models.lora import linears
 from jaxtune.models.observed_inputs import observed_scales
 from jaxtune.models.qat import rounded_inputs
 from jaxtune.models.qat.fake_quant import ROUNDINGS
+from jaxtune.pallas.formats.nvfp4 import NVFP4
 
 
 def same_in_transformers(folder, ours, model):
@@ -109,22 +110,23 @@ def decompressed(folder, reader=PackedQuantizationCompressor) -> dict[str, np.nd
     return {name: weight.float().numpy() for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("most", [None, 0.5])
 def test_qat_rounds_to_nvfp4_under_the_scale_of_compressed_tensors(dtype, most):
-    """Both the scale that follows from an observed magnitude and the numbers under it, also beyond its range."""
+    """Both the scale that follows from an observed magnitude and the numbers under it, also beyond its range; theirs
+    computed in float32, as ours are in every dtype."""
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 9, 64)).astype(np.float32) * 3)
-    x = x.to(getattr(torch, dtype))
+    x = x.to(getattr(torch, dtype)).float()
     seen = x if most is None else x * most
     of_all = generate_gparam(seen.amin(), seen.amax())
     largest = jnp.float32(float(seen.abs().max()))
-    ours = rounded_inputs.nvfp4_scale(largest, dtype)
+    ours = NVFP4.global_scale(largest)
     assert float(ours) == float(of_all)
     args = PRESET_SCHEMES["NVFP4"]["input_activations"]
     scale, zero = compute_dynamic_scales_and_zp(x, args, None, of_all)
     theirs = fake_quantize(x, scale, zero, args, global_scale=of_all)
-    found = ROUNDINGS["nvfp4-nvfp4"].activations(jnp.asarray(x.float().numpy(), dtype), ours)
-    np.testing.assert_array_equal(np.asarray(found, np.float32), theirs.float().numpy())
+    found = ROUNDINGS["nvfp4-nvfp4"].activations(jnp.asarray(x.numpy(), dtype), ours)
+    np.testing.assert_array_equal(found, theirs.numpy().astype(dtype))
 
 
 @pytest.mark.full

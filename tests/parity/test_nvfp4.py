@@ -30,10 +30,10 @@ SCHEME = QuantizationScheme(targets=["Linear"], **WEIGHTS)
 
 
 def theirs(weight: torch.Tensor, scales: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """What llm-compressor writes of a weight [out, in], without calibration of its activations. scales: of blocks; by
-    default those of its observer."""
-    scale = generate_gparam(weight.min(), weight.max())
-    blocks = weight.reshape(len(weight), -1, 16)
+    """What llm-compressor writes of a weight [out, in], without calibration of its activations, under scales in
+    float32. scales: of blocks; by default those of its observer."""
+    scale = generate_gparam(weight.float().min(), weight.float().max())
+    blocks = weight.float().reshape(len(weight), -1, 16)
     if scales is None:
         scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), SCHEME.weights, scale)
     state = {"weight": weight, "weight_scale": scales, "weight_global_scale": scale}
@@ -50,14 +50,16 @@ def decoded(state: dict[str, torch.Tensor]) -> np.ndarray:
     return NVFP4PackedCompressor.decompress(state, SCHEME)["weight"].float().numpy()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "halves"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", ["normal", "small", "wide", "zeros", "halves"])
 def test_codes_are_theirs_and_scales_no_worse(dtype, kind):
     """Under our scales of blocks the bytes are theirs; of each block the error is at most that under their scales."""
     draw = np.random.default_rng(0)
     values = draw.standard_normal((48, 160)).astype(np.float32)
     if kind == "wide":
         values *= np.exp2(draw.integers(-12, 12, values.shape)).astype(np.float32)
+    if kind == "small":
+        values *= np.float32(1e-3)
     if kind == "zeros":
         values[:, :64] = 0.0
     if kind == "halves":  # on and between the numbers of e2m1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -57,10 +58,10 @@ def test_a_run_ends_after_as_many_evaluations_without_improvement(values, patien
     assert _stopped(values, patience, min_change, greatest) == expected
 
 
-def _stopped(values, patience, min_change, greatest, output=None):
+def _stopped(values, patience, min_change, greatest, output=None, rows=None):
     """The step at which a run with these evaluations ends; None: it does not."""
     guards = GuardConfig(patience=patience, min_change=min_change, metric_is="greatest" if greatest else "least")
-    callback = EarlyStop(guards, EvaluationConfig(every_steps=1), output or Path("/nowhere"))
+    callback = EarlyStop(guards, EvaluationConfig(every_steps=1), output or Path("/nowhere"), rows)
     for step, value in enumerate(values, start=1):
 
         def evaluate(step=step, value=value) -> float:
@@ -74,8 +75,16 @@ def _stopped(values, patience, min_change, greatest, output=None):
     return None
 
 
+def test_other_held_out_rows_begin_a_count_of_their_own(tmp_path):
+    """A resumed run may have another data.eval; its values are not judged by the old rows' best."""
+    lines = [{"step": step, "eval_loss": value, "eval_rows": "aaaaaaaa"} for step, value in ((-1, 1.0), (0, 0.9))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _stopped([2.0, 1.9, 1.8], 2, 0.0, False, tmp_path, "bbbbbbbb") is None
+    assert _stopped([2.0, 1.9, 1.8], 2, 0.0, False, tmp_path, "aaaaaaaa") == 3
+
+
 def test_patience_needs_evaluations_and_their_metric():
-    callback = EarlyStop(GuardConfig(patience=1, metric="eval_reward"), EvaluationConfig(every_steps=1), None)
+    callback = EarlyStop(GuardConfig(patience=1, metric="eval_reward"), EvaluationConfig(every_steps=1), None, None)
     with pytest.raises(ConfigError, match=r"guards.metric = 'eval_reward': .* it has eval_loss"):
         callback.evaluated(1, {"eval_loss": 1.0})
     with pytest.raises(ConfigError, match="guards.metric"):

@@ -158,6 +158,13 @@ def of_run(folder: Path) -> TrainedOver | None:
     return TrainedOver(load_in=stored, compute=compute, dtype=dtype, qat=qat)
 
 
+def tower_of_run(folder: Path) -> str | None:
+    """model.tower of the run that wrote a folder, which says what of the tower trained; None: no run, or not said."""
+    file = folder / RUN_RECORD
+    run = read_json(file).get("run") if file.is_file() else None
+    return run.get("config.model.tower") if isinstance(run, dict) else None
+
+
 def _one_of(where: str, value: Any, choices: Sequence[str]) -> None:
     if value is not None and value not in choices:
         raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(choices)}")

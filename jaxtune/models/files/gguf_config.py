@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from jaxtune.models.config import RopeConfig
 from jaxtune.models.families.common.key import Config, Fields
+from jaxtune.models.files.gguf_metadata import Metadata, shortest
 from jaxtune.models.files.gguf_names import ARCHITECTURES, ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT
+from jaxtune.models.files.gguf_unread import require_all_read
 from jaxtune.models.rope import rotary_frequencies
-
-
-@dataclasses.dataclass(frozen=True)
-class Metadata:
-    """What a GGUF file says of its model. Numbers are read as they were before float32 rounded them."""
-
-    file: str  # for messages
-    fields: Config
-    shapes: Mapping[str, tuple[int, ...]]  # {tensor: its shape in numpy's order}
-    values: Callable[[str], np.ndarray]  # a tensor's numbers
-    tied: bool  # whether the head is the embedding
-
-    @functools.cached_property
-    def architecture(self) -> str:
-        return str(self.fields.get("general.architecture"))
-
-    def get(self, key: str, default: object = None) -> Any:
-        value = self.fields.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, list):
-            return [shortest(element) if isinstance(element, float) else element for element in value]
-        return shortest(value) if isinstance(value, float) else value
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ValueError(f"{self.file}: its metadata lack {self.architecture}.{key}; convert the model again")
-        return value
-
-    def has(self, ending: str) -> bool:
-        """Whether a tensor's name has this end, such as attn_q.bias."""
-        return any(name.endswith(ending) for name in self.shapes)
-
-
-def shortest(value: float) -> float:
-    """The shortest decimal of a float32: 1e-5, not 9.99999974e-06."""
-    return float(str(np.float32(value)))
 
 
 def config_of(data: Metadata) -> Fields:
@@ -86,13 +49,15 @@ def config_of(data: Metadata) -> Fields:
         number = data.fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
             config[f"{'pad' if name == 'padding' else name}_token_id"] = int(number)
+    require_all_read(data, config)
     return config
 
 
 def _scaling(data: Metadata, head_dim: int) -> Fields:
     """rope_scaling, as config.json has it, and the original context. ValueError for another kind."""
-    kind = data.get("rope.scaling.type", "none")
-    if ROPE_FREQUENCIES in data.shapes and data.architecture != "gemma4":
+    if data.architecture == "gemma4":  # its own rotations are all that it has
+        return {}
+    if ROPE_FREQUENCIES in data.shapes:
         return _llama3(data, head_dim)
     if ROPE_LONG in data.shapes:
         original = data.need("rope.scaling.original_context_length")
@@ -104,21 +69,26 @@ def _scaling(data: Metadata, head_dim: int) -> Fields:
         if (attention := data.get("rope.scaling.attn_factor")) is not None:
             scaling |= {"factor": data.need("context_length") / original, "attention_factor": attention}
         return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+    kind = data.get("rope.scaling.type", "linear")  # as llama.cpp does; by default the factor is 1
+    if kind == "none":
+        return {}
+    factor = data.get("rope.scaling.factor")
+    factor = data.get("rope.scale_linear") if factor is None else factor  # the key of older files
+    if factor in (None, 0.0, 1.0) and kind in ("linear", "yarn"):
+        return {}
     if kind == "linear":
-        return {"rope_scaling": {"rope_type": "linear", "factor": data.need("rope.scaling.factor")}}
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn":
         original = data.get("rope.scaling.original_context_length") or data.need("context_length")
         scaling = {
             "rope_type": "yarn",
-            "factor": data.need("rope.scaling.factor"),
+            "factor": factor,
             "original_max_position_embeddings": original,
             "beta_fast": data.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": data.get("rope.scaling.yarn_beta_slow", 1.0),
         }
         return {"rope_scaling": scaling}
-    if kind != "none":
-        raise ValueError(f"{data.file}: rope.scaling.type = {kind!r} is not supported; take the safetensors folder")
-    return {}
+    raise ValueError(f"{data.file}: rope.scaling.type = {kind!r} is not supported; take the safetensors folder")
 
 
 def _llama3(data: Metadata, head_dim: int) -> Fields:

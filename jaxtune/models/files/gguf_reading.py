@@ -15,7 +15,8 @@ import numpy as np
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families.common.key import Config, Fields
 from jaxtune.models.files import headers
-from jaxtune.models.files.gguf_config import Metadata, config_of
+from jaxtune.models.files.gguf_config import config_of
+from jaxtune.models.files.gguf_metadata import Metadata
 from jaxtune.models.files.gguf_names import (
     ARCHITECTURES,
     GATE_UP,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.models import values
-from jaxtune.models.files import headers, transformers_import
+from jaxtune.models.files import headers, tokenizer_settings, transformers_import
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.system import timing
 from jaxtune.system.files import atomic_write, read_plain, require_plain, writing
@@ -70,6 +70,9 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
             if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    settings = folder / tokenizer_settings.NAME
+    if settings.exists():
+        write_json(settings, tokenizer_settings.merged(tokenizer, read_json(settings)))
 
 
 # ---- finding the files
@@ -333,6 +336,8 @@ def load_tokenizer(folder: Path):
             with transformers_import.uncopied():
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
             tokenizer("a")  # some faults appear only in use
+            settings = folder / tokenizer_settings.NAME
+            tokenizer_settings.remember(tokenizer, read_json(settings) if settings.exists() else {})
     except Exception as error:  # the tokenizers library raises bare Exceptions
         for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
             if (folder / name).exists():

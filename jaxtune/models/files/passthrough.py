@@ -150,8 +150,8 @@ def whole_config(
     return _with_skipped(folder_config, passthrough, whole_tensor_name)
 
 
-def _module(name: str) -> str:
-    """The module of the whole model that contains a passthrough tensor: mtp, model.visual, ..."""
+def module_of(name: str) -> str:
+    """The module of the whole model that contains a tensor beside the text model's: mtp, model.visual, ..."""
     first, _, tail = name.partition(".")
     return first if first == "mtp" else f"model.{tail.partition('.')[0] if first == 'model' else first}"
 
@@ -161,7 +161,7 @@ def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Cal
     quantization = dict(config.get("quantization_config", {}))
     linears = [entry for entry in passthrough.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]
     plain = sorted(entry.name.removesuffix(".weight") for entry in linears)
-    modules = sorted({_module(entry.name) for entry in passthrough.tensors})
+    modules = sorted({module_of(entry.name) for entry in passthrough.tensors})
     for key in set(SKIPPED) & set(quantization):
         begins = [rf"re:.*\b{module.removeprefix('model.')}\..*" for module in modules] if key == "ignore" else modules
         quantization[key] = [*map(name_of, quantization[key]), *begins, *plain]

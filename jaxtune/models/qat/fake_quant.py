@@ -179,9 +179,9 @@ class Rounding:
     activations: Callable[..., jax.Array] | None = None
     # (the same) -> bool in their shape, as `within` for weights; None: activations are not rounded
     inputs_within: Callable[..., jax.Array] | None = None
-    # (the largest magnitude of a linear's inputs, float32[], and the name of their dtype) -> the scale float32[] under
-    # which its activations are rounded, observed once; None: scales follow from the activations themselves
-    observed: Callable[[jax.Array, str], jax.Array] | None = None
+    # (the largest magnitude of a linear's inputs, float32[]) -> the scale float32[] under which its activations are
+    # rounded, observed once; None: scales follow from the activations themselves
+    observed: Callable[[jax.Array], jax.Array] | None = None
     # the values of `jaxtune export --to`, beside 16-bit ones, whose formats store the rounded weights exactly
     exports: tuple[str, ...] = ()
     outtype: str | None = None  # the quantised type of GGUF files, a value of --outtype, that stores them exactly
@@ -217,7 +217,7 @@ ROUNDINGS = {
         _NVFP4,
         activations=rounded_inputs.nvfp4_activations,
         inputs_within=rounded_inputs.within_nvfp4_activations,
-        observed=rounded_inputs.nvfp4_scale,
+        observed=formats.NVFP4.global_scale,
         exports=("nvfp4-nvfp4", "nvfp4"),
     ),
     "mxfp4": _MXFP4,

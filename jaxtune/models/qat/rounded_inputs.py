@@ -71,11 +71,6 @@ def nvfp4_activations(x: jax.Array, scale: jax.Array) -> jax.Array:
     return formats.NVFP4.encode_activations(x, scale).decode(x.dtype)
 
 
-def nvfp4_scale(largest: jax.Array, dtype: str) -> jax.Array:
-    """448 * 6 * (1 / largest), float32[], quotient and product rounded to `dtype`; 1 where that is infinite."""
-    return formats.NVFP4.global_scale(largest, jnp.dtype(dtype))
-
-
 # ---- the ranges, beyond which numbers are clipped: each a bool array, True within
 
 

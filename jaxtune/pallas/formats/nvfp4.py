@@ -41,7 +41,10 @@ BLOCK = 16  # numbers that share a scale
 _LARGEST_SCALE, _LARGEST_BITS = 448.0, 0x7E  # the largest number of e4m3, and its byte
 # The number of each byte in e4m3, for kernels that look up a block's scale by its stored byte.
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
-_SCALE_OF_ZEROS = 0.125  # the scale of a block whose scale would round to zero, as in compressed-tensors
+# The scale of a block of zeros, and of activations whose scale would round to zero, as in compressed-tensors; that of
+# weights becomes the least that e4m3 has.
+_SCALE_OF_ZEROS, _LEAST_SCALE = 0.125, 2.0**-9
+_LARGEST_TENSOR_SCALE = 2.0**100  # so that its products and quotients with scales of blocks are finite and normal
 # A block's largest number is mapped to 6 to 4: by e4m3's scale for 6, or by one that is up to so many numbers larger.
 _STEPS = 6
 _UNITS = 1024  # of errors, which are summed as whole numbers: the sum is the same in any order, so on every device
@@ -87,7 +90,7 @@ class NVFP4(Stored):
             raise ValueError(
                 f"NVFP4.encode: array has the shape {tuple(array.shape)}; the last axis must be a multiple of {BLOCK}"
             )
-        return _encode(jnp.asarray(array), None)
+        return _encode(jnp.asarray(array), None, False)
 
     @staticmethod
     def encode_activations(x: jax.Array, scale: jax.Array) -> NVFP4:
@@ -97,20 +100,19 @@ class NVFP4(Stored):
 
           scale: float32[], `global_scale` of the largest observed magnitude (input_global_scale in files).
         """
-        return _encode(x, jnp.broadcast_to(scale, (*x.shape[:-2], 1, 1)))
+        return _encode(x, jnp.broadcast_to(scale, (*x.shape[:-2], 1, 1)), False)
 
     @staticmethod
-    def global_scale(largest: jax.Array, dtype) -> jax.Array:
-        """448 * 6 / largest, the scale of a whole tensor (compressed-tensors' generate_gparam): a block's largest scale
-        becomes the largest number of e4m3. It is 1 for zeros and where it would be infinite in `dtype`.
+    def global_scale(largest: jax.Array) -> jax.Array:
+        """448 * 6 / largest, float32, the scale of a whole tensor (compressed-tensors' generate_gparam of float32): a
+        block's largest scale becomes the largest number of e4m3. It is 1 for zeros, and at most 2^100.
 
-          largest: float32, the largest magnitude of each tensor.
-          dtype: of the tensor's numbers; 1 / largest and the result are rounded to it.
+          largest: float32, the largest magnitude of each tensor, whatever dtype its numbers have.
         """
-        largest = jnp.maximum(largest, jnp.finfo(dtype).tiny)
-        inverse = _rounded(divide(jnp.ones_like(largest), largest), dtype)  # as torch divides a number by a tensor
-        scale = _rounded(inverse * (LARGEST * _LARGEST_SCALE), dtype)
-        return jnp.where(jnp.isfinite(scale), scale, 1.0)
+        least = jnp.float32(LARGEST * _LARGEST_SCALE / _LARGEST_TENSOR_SCALE)
+        bounded = jnp.maximum(largest, least)
+        inverse = divide(jnp.ones_like(bounded), bounded)  # as torch divides a number by a tensor
+        return jnp.where(largest == 0, 1.0, inverse * (LARGEST * _LARGEST_SCALE))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,6 +142,14 @@ class NVFP4(Stored):
         return dataclasses.replace(
             self, tensor_scale=jnp.asarray(np.float32(scale / factor if self.divides else scale * factor))
         )
+
+    def of_numbers(self, numbers: jax.Array) -> NVFP4:
+        """As Stored.of_numbers: a block of 1, 2 and 4 scales is one of 1.5, 3 and 6 scales two thirds as large, too."""
+        blocks = (*self.scales.shape, BLOCK)
+        wrong = (self.decode(numbers.dtype) != numbers).reshape(blocks).any(-1)
+        other = _encode(numbers, None, True)
+        codes = jnp.where(jnp.repeat(wrong, BLOCK // 2, axis=-1), other.codes, self.codes)
+        return dataclasses.replace(self, codes=codes, scales=jnp.where(wrong, other.scales, self.scales))
 
     def with_input_scale(self, scale: float) -> NVFP4:
         """As Stored.with_input_scale; `scale` is `global_scale`'s, not inverted, because encoded weights have `divides`
@@ -221,30 +231,23 @@ def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: boo
     return divide(scales, tensor_scales) if divides else scales * tensor_scales
 
 
-def _rounded(value: jax.Array, dtype) -> jax.Array:
-    """`value` rounded to the numbers of `dtype`, as float32: compressed-tensors computes quotients in the tensor's
-    dtype.
-    """
-    return value.astype(dtype).astype(jnp.float32)
-
-
-@jax.jit
-def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
-    """Quantises [..., out, in], whose rows are whole blocks.
+@functools.partial(jax.jit, static_argnums=2)
+def _encode(array: jax.Array, tensor_scale: jax.Array | None, largest: bool) -> NVFP4:
+    """Quantises [..., out, in], whose rows are whole blocks. largest: of equally good scales of a block, not the least.
 
     tensor_scale: float32[..., 1, 1]; None: from the largest number, and scales of blocks are `_fitted`.
     """
     wide, fitted = array.astype(jnp.float32), tensor_scale is None
     if tensor_scale is None:
-        tensor_scale = NVFP4.global_scale(jnp.abs(wide).max((-2, -1), keepdims=True), array.dtype)
+        tensor_scale = NVFP4.global_scale(jnp.abs(wide).max((-2, -1), keepdims=True))
     blocks = wide.reshape(*wide.shape[:-1], -1, BLOCK)
     magnitude = jnp.abs(blocks).max(-1)
-    sixth = _rounded(divide(magnitude, jnp.full_like(magnitude, LARGEST)), array.dtype)
-    scales = jnp.minimum(sixth * tensor_scale, _LARGEST_SCALE).astype(jnp.float8_e4m3fn)
-    scales = jnp.where(scales.astype(jnp.float32) == 0, _SCALE_OF_ZEROS, scales.astype(jnp.float32))
-    scales = scales.astype(jnp.float8_e4m3fn)
+    sixth = divide(magnitude, jnp.full_like(magnitude, LARGEST))
+    scales = jnp.minimum(sixth * tensor_scale, _LARGEST_SCALE).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    least = jnp.where(magnitude > 0, _LEAST_SCALE, _SCALE_OF_ZEROS) if fitted else _SCALE_OF_ZEROS
+    scales = jnp.where(scales == 0, least, scales).astype(jnp.float8_e4m3fn)
     if fitted:
-        scales = _fitted(jnp.abs(blocks), scales, tensor_scale)
+        scales = _fitted(jnp.abs(blocks), scales, tensor_scale, largest)
     block_factors = _times_tensor_scale(scales.astype(jnp.float32), tensor_scale, True)[..., None]
     scaled = divide(blocks, jnp.broadcast_to(block_factors, blocks.shape))
     size = to_e2m1(jnp.minimum(jnp.abs(scaled), LARGEST))
@@ -252,8 +255,9 @@ def _encode(array: jax.Array, tensor_scale: jax.Array | None) -> NVFP4:
     return NVFP4(codes, scales, tensor_scale, None, True, array.dtype.name)
 
 
-def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-    """For each block its scale or the larger one, of `_STEPS`, with the least sum of squared errors.
+def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array, largest: bool) -> jax.Array:
+    """For each block its scale or the larger one, of `_STEPS`, with the least sum of squared errors; of several the
+    least or the `largest`.
 
     sizes: float32[..., out, in / 16, 16], the magnitudes of numbers.
     scales: float8_e4m3fn[..., out, in / 16], that map the largest number of each block to 6.
@@ -271,7 +275,8 @@ def _fitted(sizes: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax
 
     def better(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         found, error = tried(index)
-        return jnp.where(error < best[1], found, best[0]), jnp.minimum(error, best[1])
+        is_better = error <= best[1] if largest else error < best[1]
+        return jnp.where(is_better, found, best[0]), jnp.minimum(error, best[1])
 
     best, _ = jax.lax.fori_loop(1, _STEPS + 1, better, tried(jnp.int32(0)))
     return jax.lax.bitcast_convert_type(best, jnp.float8_e4m3fn)

@@ -155,6 +155,13 @@ class Stored:
         """
         raise NotImplementedError
 
+    def of_numbers(self, numbers: jax.Array) -> Self:
+        """The encoded `numbers` of this weight, already on the grid: blocks that decode to other numbers are written in
+        the other of two ways that have the same values but for float32's rounding. Itself if there is one way only.
+        """
+        del numbers
+        return self
+
     def with_input_scale(self, scale: float) -> Self:
         """The same weight with a scale of activations, which files store beside it and servers use to round what they
         multiply. Only NVFP4. scale: as NVFP4.global_scale computes it from the largest activation, not its inverse.

@@ -12,7 +12,7 @@ from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.sections import EvaluationConfig, GuardConfig
 from jaxtune.train.folder.best import is_better
-from jaxtune.train.log.metrics import JSONL, read_metrics
+from jaxtune.train.log.metrics import JSONL, evaluations
 
 
 def waited(count: int, value: float, best: float | None, greatest: bool, min_change: float) -> int:
@@ -25,11 +25,11 @@ def waited(count: int, value: float, best: float | None, greatest: bool, min_cha
 
 class EarlyStop(Callback):
     """Ends a run after guards.patience evaluations without improvement; a resumed one continues the count. output: its
-    metrics.jsonl has earlier processes' evaluations.
+    metrics.jsonl has earlier processes' evaluations, of which those of the same `rows` (rows_identity) count.
     """
 
-    def __init__(self, guards: GuardConfig, evaluation: EvaluationConfig, output: Path):
-        self._guards, self._evaluation, self._output = guards, evaluation, output
+    def __init__(self, guards: GuardConfig, evaluation: EvaluationConfig, output: Path, rows: str | None):
+        self._guards, self._evaluation, self._output, self._rows = guards, evaluation, output, rows
         self._greatest = guards.greatest
         self._best: float | None = None
         self._count = 0
@@ -58,9 +58,8 @@ class EarlyStop(Callback):
         self._hear(float(metrics[name]))
 
     def _before(self, step: int) -> list[float]:
-        path, name = self._output / JSONL, self._guards.metric
-        lines = read_metrics(path) if path.exists() else []
-        return [float(line[name]) for line in lines if name in line and line["step"] < step]
+        values = evaluations(self._output / JSONL, self._rows, self._guards.metric)
+        return [value for earlier, value in values.items() if earlier < step]
 
     def _hear(self, value: float) -> None:
         self._count = waited(self._count, value, self._best, self._greatest, self._guards.min_change)

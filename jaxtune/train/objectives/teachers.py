@@ -4,26 +4,25 @@ placed, planned and passed to programs like the model's own frozen weights.
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import TYPE_CHECKING
 
 import jax
 from flax import nnx
 
-from jaxtune.models import initial
 from jaxtune.models.adapters.adapter_config import base_of
-from jaxtune.models.components import stored_as
 from jaxtune.models.config import Source
-from jaxtune.models.decoder import Decoder, abstract_decoder
-from jaxtune.models.files.model_folder import find_config, load_tokenizer
-from jaxtune.models.files.quant import parameters, require_stated, stored_in
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.files.quant import parameters, stored_in
 from jaxtune.models.generation.pictures import processor_of
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import copy_structure, freeze
-from jaxtune.models.registry import config_from_hf, tower_config, weights_stored_in
+from jaxtune.models.precision import WORDS
 from jaxtune.train.config import ConfigError, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.precision import Precision
+from jaxtune.train.objectives.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -68,7 +67,7 @@ def without_teacher(model: Decoder) -> Decoder:
     return model
 
 
-def _checkpoint(path: str | None) -> str | None:
+def _named(path: str | None) -> str | None:
     """A teacher's folder or hub name; None if unset or "base". Raises ConfigError for an adapter."""
     if path is None or path == BASE:
         return None
@@ -77,56 +76,46 @@ def _checkpoint(path: str | None) -> str | None:
     return path
 
 
-def _beside(objective: ObjectiveConfig) -> str | None:
+def _beside(objective: ObjectiveConfig, dtype: str) -> Checkpoint | None:
     """The checkpoint of a teacher that runs beside the student; None without one. Raises ConfigError for an adapter."""
-    return None if objective.teacher_top_k is not None else _checkpoint(objective.teacher)
+    path = None if objective.teacher_top_k is not None else _named(objective.teacher)
+    return None if path is None else _alone(path, objective.teacher_load_in, WORDS[dtype])
+
+
+def _alone(path: str, load_in: str | None, computes_in: str) -> Checkpoint:
+    """A named teacher: the student's positions, precision map and FP8 products are not its own."""
+    return Checkpoint(ModelConfig(path=path, load_in=load_in), Precision(computes_in))
 
 
 def teacher_shapes(objective: ObjectiveConfig, dtype: str, pictures: bool = False) -> Decoder | None:
     """The teacher with shapes for arrays, from its config.json, with its tower for `pictures`; None without one during
     the run. Raises ConfigError for an adapter.
     """
-    path = _beside(objective)
-    return None if path is None else shapes_of(path, dtype, objective.teacher_load_in, pictures)
+    teacher = _beside(objective, dtype)
+    return None if teacher is None else teacher.shapes(pictures)
 
 
-def of_pass(name: str | None, load_in: str | None, base: ModelConfig) -> tuple[str, str | None]:
-    """(Folder or hub name, weight format or None) of a teacher whose values are stored before the run. Raises
-    ConfigError for a base with random weights, or an adapter.
+def of_pass(name: str | None, load_in: str | None, base: Checkpoint) -> Checkpoint:
+    """The teacher whose values are stored before the run. Raises ConfigError for a base with random weights, or an
+    adapter.
 
       name: the objective's `teacher`; None or "base": the trained model's base.
       load_in: the format of a named one.
+      base: of the run.
     """
-    if (path := _checkpoint(name)) is not None:
-        return path, load_in
-    if base.path is None:
+    if (path := _named(name)) is not None:
+        return _alone(path, load_in, base.precision.computes_in)
+    if base.model.path is None:
         raise ConfigError("objective.teacher = 'base': random weights (model.from_config) teach nothing; name one")
-    return base.path, base.load_in
-
-
-@functools.lru_cache(4)
-def shapes_of(path: str, dtype: str, load_in: str | None, pictures: bool = False) -> Decoder:
-    """The frozen teacher with shapes for arrays, from config.json; shared and cached, so do not change it. Raises
-    ValueError.
-
-      load_in: None: the checkpoint's own format.
-      pictures: whether it has its tower.
-    """
-    hf = find_config(path, published=not pictures)
-    require_stated(path, hf, load_in)
-    shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
-    tower = tower_config(hf) if pictures else None
-
-    with initial.as_shapes():
-        return freeze(stored_as(abstract_decoder(shape, dtype, tower), {}, load_in))
+    return base
 
 
 def open_teacher(objective: ObjectiveConfig, dtype: str, pictures: bool = False) -> Pretrained | None:
     """Opens the teacher's checkpoint, so that a wrong folder shows at once; None without one during the run. Raises
     ConfigError for an adapter, ValueError or OSError for no model, or one without a tower for `pictures`.
     """
-    path = _beside(objective)
-    return None if path is None else Pretrained(path, dtype, objective.teacher_load_in, pictures=pictures)
+    teacher = _beside(objective, dtype)
+    return None if teacher is None else teacher.open(pictures)
 
 
 def load_teacher(

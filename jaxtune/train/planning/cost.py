@@ -18,7 +18,6 @@ from jaxtune.models import initial
 from jaxtune.models.components import stored_as
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.decoder import Decoder, abstract_decoder
-from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Segment
 from jaxtune.models.layers.tiles import tiled_residuals
@@ -31,6 +30,7 @@ from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.system import timing
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.config.tower import with_trained_parts
+from jaxtune.train.objectives.checkpoints import computing
 from jaxtune.train.objectives.objective import RunNeeds
 from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
@@ -385,8 +385,7 @@ def abstract_model(shape: DecoderConfig, spec: ModelSpec) -> Decoder:
     with initial.as_shapes():
         if base.load_in is not None or precision.components:
             model = stored_as(model, precision.components, base.load_in)
-        if base.compute == "fp8":
-            model = compute_in_fp8(model)
+        model = computing(base, model)
         model = with_trained_parts(with_head(model, spec.head), base, spec.adapter, spec.seed)
     return with_teacher(model, teacher_shapes(spec.objective, precision.dtype, spec.tower is not None))
 

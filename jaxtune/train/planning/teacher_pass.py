@@ -19,8 +19,9 @@ from jaxtune.pallas.format_names import LOADED
 from jaxtune.system import host_memory
 from jaxtune.train.config import ConfigError, MeshConfig
 from jaxtune.train.config.precision import Precision
+from jaxtune.train.objectives.checkpoints import Checkpoint
 from jaxtune.train.objectives.objective import TeacherColumn
-from jaxtune.train.objectives.teachers import of_pass, shapes_of
+from jaxtune.train.objectives.teachers import of_pass
 from jaxtune.train.planning.cost import abstract_model
 from jaxtune.train.planning.devices import Device, budget
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -52,9 +53,11 @@ class TeacherPass:
 
     @property
     def own_spec(self) -> StepSpec:
-        """On the mesh of `shape`, without QAT and precision map, which are the student's alone."""
+        """On the mesh of `shape`, without QAT, and with the teacher's own precision map."""
         mesh = MeshConfig(data=self.shape.copies, fsdp=self.shape.shard_count)
-        model = dataclasses.replace(self.spec.model, precision=Precision(self.spec.model.precision.computes_in))
+        attached = Precision(self.spec.model.precision.computes_in)
+        precision = attached if self.attached_teacher is not None else self._checkpoint.precision
+        model = dataclasses.replace(self.spec.model, precision=precision)
         return dataclasses.replace(self.spec, model=model, rows=self.rows_per_step, mesh=mesh, rounds=False)
 
     def teacher(self, load_in: str | None = None) -> Decoder:
@@ -63,9 +66,12 @@ class TeacherPass:
         """
         if self.attached_teacher is not None:
             return self.attached_teacher
+        return self._checkpoint.shapes(load_in=load_in)
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
         model = self.spec.model
-        path, stored = of_pass(self.name, model.objective.teacher_load_in, model.base)
-        return shapes_of(path, model.precision.dtype, load_in or stored)
+        return of_pass(self.name, model.objective.teacher_load_in, Checkpoint(model.base, model.precision))
 
     def planner(self, teacher: Decoder, length: int | None = None) -> ForwardPlanner:
         """A planner of the pass, with the student's weights beside. length: tokens of a row; None: the run's."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from jaxtune.train.config import QatConfig
 from jaxtune.train.data.batches import Batches, Rows
 from jaxtune.train.data.packing.pairs import PackedPairs
 from jaxtune.train.data.tokens.cache import cache_folder
+from jaxtune.train.data.tokens.documents import identity
 from jaxtune.train.engine.programs import Engine
 from jaxtune.train.objectives.objective import Objective
 
@@ -135,12 +135,8 @@ def values_of_rows(
 
 def _path(rows: PackedPairs, cache_dir: str | None, base: Base) -> Path:
     """The file of these rows' values, named by tokens, masks, truncation, base model and formats."""
-    documents, formats = rows.documents, (base.load_in, base.compute, base.precision)
-    digest = hashlib.blake2b(repr((base.digest, *formats)).encode(), digest_size=16)
-    for array in (documents.tokens, documents.mask, documents.starts, rows.kept_lengths):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    digest.update(documents.picture_fingerprint)
-    return cache_folder(cache_dir) / f"reference_{digest.hexdigest()}.npy"
+    about = (base.digest, base.load_in, base.compute, base.precision)
+    return cache_folder(cache_dir) / f"reference_{identity(rows.documents, rows.kept_lengths, about)}.npy"
 
 
 def read_values(path: Path, shape: tuple[int, ...], dtype: np.dtype, say: Callable[[str], None]) -> np.ndarray | None:

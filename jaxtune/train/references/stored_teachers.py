@@ -33,10 +33,12 @@ from jaxtune.train.config.precision import Precision
 from jaxtune.train.data.batches import Batch, BatchSource
 from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.data.tokens.cache import cache_folder, disk_errors
+from jaxtune.train.data.tokens.documents import identity
 from jaxtune.train.data.tokens.teacher_files import open_file
 from jaxtune.train.data.tokens.teacher_values import TaughtRows, TeacherValues
 from jaxtune.train.engine.programs import Engine
 from jaxtune.train.engine.trained_model import TrainedModel
+from jaxtune.train.objectives.checkpoints import Checkpoint
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.objective import Objective, TeacherColumn
 from jaxtune.train.objectives.teachers import (
@@ -80,7 +82,7 @@ class StoredTeacher:
     ):
         column = objective.needs_rows_before
         self._column = column if isinstance(column, TeacherColumn) else None
-        self._tokenizer, self._base, self._load_in, self._precision = tokenizer, base, load_in, precision
+        self._tokenizer, self._base, self._load_in = tokenizer, Checkpoint(base, precision), load_in
         self._data, self._planned = data, planned
         self._teacher, self._vocab_size = student.teacher, student.config.vocab_size
         self._file = None
@@ -114,17 +116,18 @@ class StoredTeacher:
             return None
         if self._file is not None:
             return self._file.digest
-        load_in = self._base.load_in if self._is_base else self._load_in
-        how = (self._precision.computes_in, load_in, self.k, self._column.temperature)
         if self._teacher is not None:
-            of_weights = self._teacher.base_digest
+            of_weights, source = self._teacher.base_digest, self._teacher.source
             if of_weights is None:
                 return None
+            positions = () if source is None or source.positions is None else (source.positions,)
+            how = (self._base.precision.computes_in, self._load_in, *positions)
         else:
-            folder = self._opened.folder
-            files = [*folder.glob("*.safetensors"), folder / "config.json"]
+            folder, how = self._opened.folder, self._checkpoint.key
+            files = [*folder.glob("*.safetensors"), folder / "config.json"] if folder.is_dir() else [folder]
             marks = fingerprints(sorted(files))
             of_weights = repr([(path.name, *sorted(mark.items())) for path, mark in marks.items()])
+        how = (*how[:2], self.k, self._column.temperature, *how[2:])
         return hashlib.sha256(repr((of_weights, *how)).encode()).hexdigest()
 
     @property
@@ -132,17 +135,24 @@ class StoredTeacher:
         """Whether the teacher is the trained model with its adapter off."""
         return self._column is not None and self._teacher is None and self._column.teacher in (None, BASE)
 
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        """The teacher's, of one that is not attached. ConfigError."""
+        assert self._column is not None
+        return of_pass(self._column.teacher, self._load_in, self._base)
+
     @functools.cached_property
     def _opened(self) -> Pretrained:
         """The named teacher's or the base's checkpoint, without weights. ConfigError, ValueError, OSError."""
         assert self._column is not None
-        path, load_in = of_pass(self._column.teacher, self._load_in, self._base)
-        opened = Pretrained(path, self._precision.dtype, load_in)
+        opened = self._checkpoint.open()
+        if self._is_base:  # whatever tokenizer made the rows
+            return opened
         require_same_tokens(self._tokenizer, opened)
         if opened.config.vocab_size != self._vocab_size:
             raise ConfigError(
-                f"objective.teacher = {path!r}: its vocabulary has {opened.config.vocab_size:,} entries and the "
-                f"student's {self._vocab_size:,}; take a teacher of the student's vocabulary"
+                f"objective.teacher = {self._column.teacher!r}: its vocabulary has {opened.config.vocab_size:,} "
+                f"entries and the student's {self._vocab_size:,}; take a teacher of the student's vocabulary"
             )
         return opened
 
@@ -265,9 +275,11 @@ class StoredTeacher:
         """A function (rows, array) that computes values by a pass into the array; None only takes part. Collective."""
         assert self._column is not None
         shape = partition.MeshShape.of(engine.mesh)
-        teacher = self._teacher or load_teacher(self._opened, mesh=engine.mesh if shape.shard_count > 1 else None)
-        assert teacher is not None
-        precision = Precision(self._precision.computes_in)  # the map of modules is the student's
+        teacher, precision = self._teacher, Precision(self._base.precision.computes_in)
+        if teacher is None:
+            loaded = load_teacher(self._opened, mesh=engine.mesh if shape.shard_count > 1 else None)
+            assert loaded is not None
+            teacher, precision = self._checkpoint.computing(loaded), self._checkpoint.precision
         model = TrainedModel(teacher, precision, None, 0, self._teacher is not None, None)
         planner = planned.planner(model.prepared)
         program = dataclasses.replace(engine.program, graph=model.graph, noise_alpha=None)
@@ -300,11 +312,8 @@ class StoredTeacher:
             return None
         documents, values = rows.documents, rows.values
         piece_length = rows.length if self._data.overflow == "split" and self._file is None else None
-        digest = hashlib.blake2b(repr((self.digest, values.k, values.limit, piece_length)).encode(), digest_size=16)
-        for array in (documents.tokens, documents.mask, documents.starts, documents.lengths):
-            digest.update(np.ascontiguousarray(array).tobytes())
-        digest.update(documents.picture_fingerprint)
-        return cache_folder(self._data.cache_dir) / f"teacher_{digest.hexdigest()}.npy"
+        about = (self.digest, values.k, values.limit, piece_length)
+        return cache_folder(self._data.cache_dir) / f"teacher_{identity(documents, documents.lengths, about)}.npy"
 
 
 # ---- stored files

@@ -19,7 +19,6 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files import load_memory
 from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
 from jaxtune.models.files.model_folder import load_tokenizer
-from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.heads import Head
 from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.placement import partition
@@ -27,6 +26,7 @@ from jaxtune.models.reward import with_head
 from jaxtune.system import timing, waiting
 from jaxtune.train.config import AdapterConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxtune.train.config.tower import with_trained_parts
+from jaxtune.train.objectives.checkpoints import Checkpoint, computing
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import (
     load_teacher,
@@ -81,14 +81,7 @@ def loading(
         yield None, words, with_teacher(models.pop(), load_teacher(teacher))
         return
     assert model_config.path is not None
-    pretrained = Pretrained(
-        model_config.path,
-        config.dtype,
-        model_config.load_in,
-        precision=config.components,
-        positions=model_config.positions,
-        pictures=pictures,
-    )
+    pretrained = Checkpoint(model_config, config.numbers).open(pictures)
     tower = pretrained.tower
     stored = replace(config, model=replace(model_config, load_in=model_config.load_in or pretrained.stored_in))
     with timing.phase("devices"):
@@ -198,9 +191,7 @@ def adapted(model: Decoder, head: Head, config: ModelConfig, adapter: AdapterCon
     """The loaded model as a run needs it: FP8 products (model.compute), the objective's head, adapter, what trains of
     its tower. Shares its arrays; itself if nothing changes. ValueError if it cannot be changed so.
     """
-    if config.compute == "fp8":
-        model = compute_in_fp8(model)
-    model = with_head(model, head, seed)
+    model = with_head(computing(config, model), head, seed)
     if adapter is not None and adapter.path is not None:
         return load_adapter(model, adapter.path)
     return with_trained_parts(model, config, adapter, seed)
