@@ -322,6 +322,7 @@ class Trainer:
                 self.train_data,
                 lambda: self.model.fresh,
             ),
+            zero_gradient=self.spec.objective.zero_gradient,
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
