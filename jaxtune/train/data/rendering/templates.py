@@ -469,7 +469,7 @@ class RowEncoder:
         )
 
     def _is_raw(self, example: Example) -> bool:
-        return example.prompt is not None and self.template is None
+        return example.prompt is not None and (self.template is None or example.messages is None)
 
     def _finish(
         self, example: Example, rendered: Rendered, tokens: Tokens, prompt: Tokens | None
