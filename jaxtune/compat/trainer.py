@@ -142,6 +142,7 @@ class SFTTrainer(ScriptWords):
 
     _rows: dict[str, Any]  # under "train" and "eval", before they are tokenised
     _today: str | None = None  # the day that the chat template writes, once it is known
+    _stepped = False  # whether train() has begun to change the model
 
     def __init__(
         self,
@@ -479,6 +480,7 @@ class SFTTrainer(ScriptWords):
         say("\n".join(rows_report(type(self).__name__, trainer)))
         self.state.log_history = trainer.history
         module_before, start_time = self.model.module, time.monotonic()
+        stepped_before, self._stepped = self._stepped, True
         try:
             per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
             config = trainer.config
@@ -491,6 +493,7 @@ class SFTTrainer(ScriptWords):
             trained = self._handing_back()(trainer.train(from_step=from_step))
         except BaseException as error:
             self.model.module = module_before  # the weights of an interrupted run were donated
+            self._stepped = stepped_before
             self._say_after(error, len(trainer.history))
             raise
         steps = trainer.steps_done
@@ -507,6 +510,9 @@ class SFTTrainer(ScriptWords):
             say(f"{type(self).__name__}: what was trained is in {checkpoint_folders.folder(steps)}")
         if resumes and self.args.load_best_model_at_end:
             events.note_better(output / JSONL, steps)
+        losses = [line["loss"] for line in trainer.history if "loss" in line]
+        measured = self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time)
+        events.closed(measured)
         events.tell("on_train_end")
         if self.args.push_to_hub:
             try:
@@ -515,12 +521,7 @@ class SFTTrainer(ScriptWords):
                 say(f"{type(self).__name__}: not uploaded: {error}; trainer.push_to_hub() tries again")
         if self.args.report_timing:
             show_timing(output)
-        losses = [line["loss"] for line in trainer.history if "loss" in line]
-        return TrainOutput(
-            steps,
-            sum(losses) / len(losses) if losses else math.nan,
-            self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time),
-        )
+        return TrainOutput(steps, measured["train_loss"], measured)
 
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
@@ -541,7 +542,7 @@ class SFTTrainer(ScriptWords):
             )
             return {key: value for values in each for key, value in values.items()}
         trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
-        values = trainer.evaluate()
+        values = trainer.evaluate(stepped=self._stepped)
         if self.compute_metrics is not None:
             held_out = trainer.eval_data
             assert held_out is not None  # evaluate() has looked
@@ -563,7 +564,7 @@ class SFTTrainer(ScriptWords):
         """
         del ignore_keys
         trainer = self._on(test_dataset)
-        values = trainer.evaluate()
+        values = trainer.evaluate(stepped=self._stepped)
         assert trainer.eval_data is not None
         prediction = self._predicted(trainer.eval_data)
         if self.compute_metrics is not None:
