@@ -214,7 +214,7 @@ def _registered(recipe: Translation, name: str, dataset_info: Mapping[str, Any],
             recipe.lack(f"{tag} of {name}", value, "rename it in the rows")
     lost = {"num_samples": f"{name}[:N] behind its file or name reads its first N rows"}
     if file := entry.get("file_name"):
-        source = str(Path(entry["base"]) / file)
+        [source] = common.of_split(recipe, [str(Path(entry["base"]) / file)], entry.get("split"), name)
     elif "hf_hub_url" in entry:
         lost["folder"] = "a file, or a data set with these rows at its top"
         source = ":".join([entry["hf_hub_url"], entry.get("subset") or "", entry.get("split") or ""]).rstrip(":")
