@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,11 @@ def _is_usual(key: str, value: Any, recipe: Translation) -> bool:
     return value in usual.get(key, ())
 
 
-_ROLES = {"user": ("human",), "assistant": ("gpt",)}  # what rows may call a role
+_ROLES = {
+    "user": ("human",),
+    "assistant": ("gpt", "function_call"),
+    "tool": ("observation",),
+}  # what rows may call a role
 
 
 def _own_format(recipe: Translation, kind: Mapping[str, Any], label: str, method: str) -> None:
@@ -385,6 +390,9 @@ def _targets(recipe: Translation) -> None:
     """Sets the adapter's target_modules and target_parameters."""
     modules, parameters = recipe["lora_target_modules"], recipe["lora_target_parameters"]
     if recipe["lora_target_linear"] or not (modules or parameters):
+        recipe.set("adapter.target_modules", "all-linear")
+    elif isinstance(modules, str) and not re.fullmatch(r"[\w.,\s-]+", modules):
+        recipe.lack("lora_target_modules", modules, "adapter.target_modules: names such as q_proj; all-linear is taken")
         recipe.set("adapter.target_modules", "all-linear")
     elif modules:
         recipe.set("adapter.target_modules", modules)

@@ -320,12 +320,23 @@ def set_kind(recipe: Translation, saved_modules_key: str) -> None:
             recipe.set(f"adapter.{key}", True)
 
 
+_OF_COMPAT = "from jaxtune.compat.rewards import"
+_LENGTH = "get_soft_overlong_punishment"
+# What a file has to say for TRL's own rewards, by the names that its command knows.
+_TRL_REWARDS = {
+    name: f"{_OF_COMPAT} {name}" for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+} | {_LENGTH: f"{_OF_COMPAT} {_LENGTH} as made; {_LENGTH} = made(1280, 256)"}
+
+
 def functions(recipe: Translation, names: Iterable[str]) -> list[str]:
     """Reward functions as file.py:name, of dotted import paths; other names are lacking."""
     paths = []
     for name in names:
         module, _, function = str(name).rpartition(".")
-        if module and function:
+        if function in _TRL_REWARDS and module in ("", "trl.rewards"):
+            paths.append(f"trl_rewards.py:{function}")
+            recipe.lack("reward_funcs", name, f"a file trl_rewards.py with: {_TRL_REWARDS[function]}")
+        elif module and function:
             paths.append(f"{module.replace('.', '/')}.py:{function}")
         else:
             recipe.lack("reward_funcs", name, "file.py:function, or exact_number, exact_match, tagged_format")

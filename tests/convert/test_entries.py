@@ -94,6 +94,65 @@ def test_null_is_a_value(tmp_path, capsys):
     assert found.values["precision"] == "fp32" and not any("null" in line for line in found.lacking)
 
 
+VISION = {"model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct", "stage": "sft", "template": "qwen3_vl", "learning_rate": 1}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "tower"),
+    [((None, None), None), ((False, None), "layers"), ((None, False), "merger"), ((False, False), "all")],
+)
+def test_pictures_of_llama_factory(tmp_path, frozen, tower):
+    columns = {"messages": "messages", "images": "images"}
+    info = {"shown": {"file_name": "shown.json", "formatting": "sharegpt", "columns": columns}}
+    info["plain"] = {"file_name": "plain.json"}
+    info["heard"] = {"file_name": "heard.json", "columns": {"audios": "audios"}}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    keys = dict(zip(("freeze_vision_tower", "freeze_multi_modal_projector"), frozen, strict=True))
+    config = {**VISION, "dataset": "shown", "image_max_pixels": 262144}
+    config |= {key: value for key, value in keys.items() if value is not None}
+    found = translated(tmp_path, config)
+    data = found.values["data"]
+    assert (data["images"], data["max_pixels"]) == (str(tmp_path / "data"), 262144)
+    assert data["template"] == "tokenizer" and found.values["model"].get("tower") == tower
+    assert [line.partition(":")[0] for line in found.lacking] == ["template"]
+    elsewhere = translated(tmp_path, {**config, "media_dir": "photos", "image_min_pixels": 64})
+    assert elsewhere.values["data"]["images"] == "photos"
+    assert any(line.startswith("image_min_pixels: 64") for line in elsewhere.lacking)
+    implied = translated(tmp_path, {key: value for key, value in config.items() if key != "image_max_pixels"})
+    assert implied.values["data"]["max_pixels"] == 589824
+    plain = translated(tmp_path, {**config, "dataset": "plain"})
+    assert not {"images", "max_pixels"} & plain.values["data"].keys() and "tower" not in plain.values["model"]
+    heard = translated(tmp_path, {**config, "dataset": "heard"})
+    assert any(line.startswith("audios of heard") for line in heard.lacking)
+
+
+def test_rows_with_tools_and_modules_by_a_pattern_are_named(tmp_path):
+    (tmp_path / "data").mkdir()
+    info = {"calls": {"file_name": "calls.json", "formatting": "sharegpt", "columns": {"tools": "tools"}}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    found = translated(tmp_path, {**VISION, "template": "qwen3", "dataset": "calls"})
+    assert any(line.startswith("tools of calls") for line in found.lacking)
+    roles = {"assistant": ["gpt", "function_call"], "tool": ["observation"]}
+    sets = [{"path": ALPACA, "type": "chat_template", "roles": roles}]
+    assert not translated(tmp_path, {**AXOLOTL, "datasets": sets}).lacking
+    pattern = r"model.layers.[\d]+.(mlp|self_attn).(up|down|q)_proj"
+    found = translated(tmp_path, {**AXOLOTL, "datasets": sets, "lora_target_modules": pattern})
+    assert found.values["adapter"]["target_modules"] == "all-linear"
+    assert any(line.startswith("lora_target_modules") for line in found.lacking)
+
+
+@pytest.mark.parametrize("name", ["accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"])
+def test_rewards_of_trl_by_name(tmp_path, name):
+    for said in (name, f"trl.rewards.{name}"):
+        found = translated(tmp_path, {**TRL, "reward_funcs": [said]}, "grpo")
+        assert found.values["objective"]["reward_funcs"] == [f"trl_rewards.py:{name}"]
+        [line] = [line for line in found.lacking if line.startswith("reward_funcs")]
+        made = {}
+        exec(line.partition("with: ")[2].removesuffix(")"), made)
+        assert callable(made[name])
+
+
 def test_a_lost_split_is_said_on_the_command_line(tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**AXOLOTL, "datasets": [{"path": ALPACA, "type": "alpaca", "split": "train[5:]"}]}))
