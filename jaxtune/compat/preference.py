@@ -278,6 +278,11 @@ def PatchDPOTrainer() -> None:
     """Does nothing: no trainer needs Unsloth's patch here."""
 
 
+def PatchFastRL(algorithm: object = None, FastLanguageModel: object = None) -> None:
+    """Does nothing, as PatchDPOTrainer."""
+    del algorithm, FastLanguageModel
+
+
 class DPOTrainer(ReferencedTrainer):
     """TRL's DPOTrainer: makes the chosen answer likelier than the rejected one, relative to the reference model.
 

@@ -733,6 +733,12 @@ def _first_rows(dataset) -> list[Mapping[str, object]]:
     return [dataset[index] for index in range(min(len(dataset), _LOOKED_AT))]
 
 
+def unsloth_train(trainer: SFTTrainer, *arguments: object, **others: object) -> TrainOutput:
+    """trainer.train(...), whose sums over micro-batches need no mending here."""
+    train: Callable[..., TrainOutput] = trainer.train
+    return train(*arguments, **others)
+
+
 def train_on_responses_only(
     trainer: SFTTrainer,
     instruction_part: str | None = None,

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from jaxtune import compat
 from jaxtune.compat import (
     AutoModelForCausalLM,
     DistillationConfig,
@@ -161,11 +164,11 @@ def test_preferences_are_evaluated_before_they_train(folder, tmp_path, kind, pef
     trainer = trainer_class(folder, args, data, eval_dataset=data[:2], peft_config=peft_config)
     start = 0.5 if kind == "kto" else float(np.log(2.0))
     others = [dict(row, prompt="Who are you? ") for row in data[:2]]
-    for given in (None, others):
-        assert trainer.evaluate(given)["eval_loss"] == pytest.approx(start, abs=2e-3)
+    for evaluated in (None, others):
+        assert trainer.evaluate(evaluated)["eval_loss"] == pytest.approx(start, abs=2e-3)
     trainer.train()
-    for given in (None, others):
-        assert np.isfinite(trainer.evaluate(given)["eval_loss"])
+    for evaluated in (None, others):
+        assert np.isfinite(trainer.evaluate(evaluated)["eval_loss"])
     moved = trainer.evaluate()["eval_loss"]
     assert abs(moved - start) > 1e-5
     unseen = [dict(row, prompt="The sum of two and two? ") for row in data[:2]]
@@ -174,3 +177,29 @@ def test_preferences_are_evaluated_before_they_train(folder, tmp_path, kind, pef
     else:
         with pytest.raises(ValueError, match="are not stored any more"):
             trainer.evaluate(unseen)
+
+
+def test_names_of_unsloth_that_change_nothing():
+    class Trainer:
+        def train(self, *arguments, **others):
+            return arguments, others
+
+    assert compat.is_bf16_supported is compat.is_bfloat16_supported
+    assert compat.PatchFastRL("GRPO", compat.FastLanguageModel) is None
+    assert compat.unsloth_train(Trainer(), True, resume_from_checkpoint=None) == (
+        (True,),
+        {"resume_from_checkpoint": None},
+    )
+
+
+@given(st.sampled_from(compat.__all__), st.integers(0, 40), st.sampled_from("qz_"))
+def test_a_mistyped_name_is_told_and_no_other_meaning(name, place, letter):
+    """One letter more finds the name; a name of something else names only what is of its kind."""
+    mistyped = name[: place % len(name)] + letter + name[place % len(name) :]
+    if mistyped in compat.__all__ or len(name) < 8 or mistyped.startswith("__"):
+        return
+    with pytest.raises(ImportError, match="perhaps |it is not here|docs/compat.md"):
+        getattr(compat, mistyped)
+    if letter == "q" and len(name) > 12:
+        with pytest.raises(ImportError, match="perhaps "):
+            getattr(compat, mistyped)
