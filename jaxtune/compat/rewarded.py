@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.compat.arguments import choose, report_idle, settle
+from jaxtune.compat.arguments import choose, report_idle, settle, shown
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.completions import Completions
 from jaxtune.compat.defaults import Library
@@ -228,8 +228,8 @@ class RewardedTrainer(PreferenceTrainer):
         for argument in reward_functions if isinstance(reward_functions, list | tuple) else [reward_functions]:
             if not callable(argument) or isinstance(argument, CompatModel):
                 raise ValueError(
-                    f"{name}: reward_funcs has {argument!r}; give functions of (prompts, completions, **columns) that "
-                    "return a list of numbers. A reward model is asked by such a function"
+                    f"{name}: reward_funcs has {shown(argument)}; give functions of (prompts, completions, **columns) "
+                    "that return a list of numbers. A reward model is asked by such a function"
                 )
             self._functions.append(argument)
         if not self._functions and not environment_factory and rollout_func is None:

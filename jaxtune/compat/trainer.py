@@ -161,7 +161,7 @@ class SFTTrainer(ScriptWords):
         **others: Any,
     ):
         if train_dataset is None:
-            raise ValueError("SFTTrainer: train_dataset is missing")
+            raise ValueError(f"{type(self).__name__}: train_dataset is missing")
         moved = self.older & others.keys()
         ours = isinstance(args, SFTConfig)
         if ours and not isinstance(args, self.config_type) and type(args) not in (SFTConfig, TrainingArguments):
@@ -455,6 +455,12 @@ class SFTTrainer(ScriptWords):
         """
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
+
+    @property
+    def eval_dataset(self) -> Sequence[dict[str, list[int]]] | None:
+        """The rows that are held out, as train_dataset; None without any."""
+        data = self._prepared.eval_data if "eval" in self._rows else None
+        return self._rows.get("eval") if data is None else Tokenised(data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
         """Trains the model, which then has the trained (or best) weights, and writes them to output_dir/checkpoint-N.

@@ -94,7 +94,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
     for key, source in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         names = [_registered(recipe, name, dataset_info, method) for name in common.listed(recipe[source])]
         common.rows(recipe, key, [f"{name}[:{most}]" if most else name for name in names])
-    _pictures(recipe, folder, dataset_info)
+    _pictures(recipe, dataset_info)
     recipe.set("data.length", recipe["cutoff_len"], "cutoff_len")
     if recipe["streaming"]:
         if recipe["max_steps"] > 0:
@@ -122,19 +122,20 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
 _TOWERS = {(False, False): "all", (False, True): "layers", (True, False): "merger"}  # by what is frozen
 
 
-def _shows(dataset_info: Mapping[str, Any], name: str) -> bool:
+def _shows(entry: Mapping[str, object]) -> bool:
     """Whether the rows of a registered data set have pictures."""
-    return bool((dataset_info.get(name, {}).get("columns") or {}).get("images"))
+    columns = entry.get("columns")
+    return isinstance(columns, Mapping) and bool(columns.get("images"))
 
 
-def _pictures(recipe: Translation, folder: Path, dataset_info: Mapping[str, Any]) -> None:
+def _pictures(recipe: Translation, dataset_info: Mapping[str, Mapping[str, object]]) -> None:
     """Sets where pictures are, how large they may be, and what of the tower trains, if a set of rows has any."""
     names = [name for key in ("dataset", "eval_dataset") for name in common.listed(recipe[key])]
-    shown = [name for name in names if _shows(dataset_info, name)]
+    shown = [name for name in names if _shows(dataset_info.get(name, {}))]
     if not shown:
         return
     media = recipe["media_dir"]
-    recipe.set("data.images", str(media) if media else dataset_info[shown[0]]["base"])
+    recipe.set("data.images", str(media or dataset_info[shown[0]]["base"]))
     recipe.set("data.max_pixels", recipe["image_max_pixels"], "image_max_pixels")
     if recipe.sets("image_min_pixels"):
         fewest = recipe["image_min_pixels"]

@@ -203,3 +203,21 @@ def test_a_mistyped_name_is_told_and_no_other_meaning(name, place, letter):
     if letter == "q" and len(name) > 12:
         with pytest.raises(ImportError, match="perhaps "):
             getattr(compat, mistyped)
+
+
+def test_what_scripts_read_of_a_trainer(folder, tmp_path):  # noqa: F811
+    trainer = SFTTrainer(folder, SFTConfig(output_dir=str(tmp_path), report_to="none"), rows(6), eval_dataset=rows(2))
+    for data, count in ((trainer.train_dataset, 6), (trainer.eval_dataset, 2)):
+        assert data.column_names == ["input_ids", "labels"] == list(data[0])
+        assert data["labels"] == [row["labels"] for row in data] and len(data) == count
+    assert made("sft", folder, tmp_path).eval_dataset is None
+    for kind in ALL:
+        trainer_class, _, _, others = ALL[kind]
+        given = {name: folder if value == "folder" else value for name, value in others.items()}
+        with pytest.raises(ValueError, match=f"{trainer_class.__name__}: train_dataset is missing"):
+            trainer_class(model=folder, args=None, **given)
+    with pytest.raises(ValueError, match=r"reward_processing_classes = a list of \w+ is not supported") as told:
+        GRPOTrainer(folder, len, None, PROMPTS, reward_processing_classes=[trainer.tokenizer])
+    assert len(str(told.value)) < 300
+    with pytest.raises(ValueError, match="ref_model = a CompatModel is not supported"):
+        DPOTrainer(folder, None, PAIRS, ref_model=trainer.model)
