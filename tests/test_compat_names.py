@@ -389,8 +389,14 @@ def test_a_reward_model_by_transformers_name(folder):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("AutoModelForCausalLMs", "the nearest are AutoModelForCausalLM"),
-        ("SftConfig", "the nearest are SFTConfig"),
+        ("AutoModelForCausalLMs", "perhaps AutoModelForCausalLM is meant"),
+        ("SftConfig", "perhaps SFTConfig is meant"),
+        ("GenerationConfig", "give its settings to model.generate"),
+        ("AutoConfig", "import it from transformers"),
+        ("PRMTrainer", "RewardTrainer scores whole answers"),
+        ("XYZTrainer", "it is not here; those that are: DPOTrainer, "),
+        ("to_sharegpt", "give a column `messages`"),
+        ("apply_chat_template", "give a column `messages`"),
         ("FlowerTrainer42", "docs/compat.md lists what is here"),
         ("get_logger", "use logging.getLogger"),
     ],

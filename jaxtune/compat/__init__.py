@@ -32,6 +32,7 @@ from jaxtune.compat.preference import (
     ORPOConfig,
     ORPOTrainer,
     PatchDPOTrainer,
+    PatchFastRL,
     RewardConfig,
     RewardTrainer,
 )
@@ -50,7 +51,7 @@ from jaxtune.compat.scripts import (
 from jaxtune.compat.seeds import set_seed
 from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, setup_chat_format, standardize_data_formats, standardize_sharegpt
-from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
+from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only, unsloth_train
 from jaxtune.compat.transformers_names import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -67,6 +68,7 @@ from jaxtune.compat.vllm_names import SamplingParams
 from jaxtune.system import timing
 
 UnslothTrainer, UnslothTrainingArguments = SFTTrainer, SFTConfig
+is_bf16_supported = is_bfloat16_supported  # both names are Unsloth's
 
 __all__ = [
     "AutoModelForCausalLM",
@@ -100,6 +102,7 @@ __all__ = [
     "ORPOConfig",
     "ORPOTrainer",
     "PatchDPOTrainer",
+    "PatchFastRL",
     "PeftModel",
     "RLOOConfig",
     "RLOOTrainer",
@@ -126,6 +129,7 @@ __all__ = [
     "get_peft_config",
     "get_peft_model",
     "get_quantization_config",
+    "is_bf16_supported",
     "is_bfloat16_supported",
     "prepare_model_for_kbit_training",
     "rewards",
@@ -134,6 +138,7 @@ __all__ = [
     "standardize_data_formats",
     "standardize_sharegpt",
     "train_on_responses_only",
+    "unsloth_train",
 ]
 
 timing.record(timing.process_start())
@@ -142,7 +147,31 @@ timing.follow_jax()
 
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {
-    "PatchFastRL": "nothing has to be patched: leave the call out",
+    "AutoConfig": "import it from transformers; rope_scaling of from_pretrained replaces what config.json says",
+    "AutoModel": "use AutoModelForCausalLM, which is what can be trained",
+    "AutoModelForCausalLMWithValueHead": "use GRPOTrainer or RLOOTrainer, which need no value model",
+    "AutoModelForVision2Seq": "use AutoModelForImageTextToText",
+    "BCOTrainer": "its loss is not here; KTOTrainer takes the same rows",
+    "DataCollatorWithFlattening": "use packing=True of SFTConfig",
+    "DataCollatorWithPadding": "leave data_collator out: rows are padded already",
+    "GenerationConfig": "give its settings to model.generate, or to the trainer's config, as arguments",
+    "NashMDTrainer": "its method is not here; GRPOTrainer learns from rewards of sampled answers",
+    "OnlineDPOTrainer": "its method is not here; GRPOTrainer learns from rewards of sampled answers",
+    "PRMTrainer": "rewards of single steps are not here; RewardTrainer scores whole answers",
+    "PeftModelForCausalLM": "use PeftModel.from_pretrained, or get_peft_model",
+    "Seq2SeqTrainer": "a causal language model is what can be trained: use SFTTrainer",
+    "Seq2SeqTrainingArguments": "a causal language model is what can be trained: use SFTConfig",
+    "StoppingCriteria": "use eos_token_id of model.generate",
+    "SyncRefModelCallback": "leave it out: the reference is the model before training, or its adapter off",
+    "TextIteratorStreamer": "import it from transformers",
+    "XPOTrainer": "its method is not here; GRPOTrainer learns from rewards of sampled answers",
+    "apply_chat_template": "leave it out: give a column `messages`, which trainers write by the tokenizer's template; "
+    "get_chat_template sets another",
+    "extract_prompt": "leave it out: trainers find the prompt that both answers begin with",
+    "pipeline": "use model.generate, or fast_generate",
+    "to_sharegpt": "give a column `messages` of [{'role': 'user', 'content': ...}, {'role': 'assistant', ...}], made "
+    "by a function with dataset.map",
+    "truncate_dataset": "use max_length of the trainer's config",
     "CPOTrainer": "its loss is not here; that of loss_type='simpo' with cpo_alpha=0 is jaxtune.train's objective=simpo",
     "PPOTrainer": "use GRPOTrainer or RLOOTrainer, which need no value model",
     "Trainer": "use SFTTrainer, whose rows need not be tokenised before",
@@ -175,11 +204,17 @@ def __getattr__(name: str) -> Any:
     raise ImportError(f"jaxtune.compat has no {name}: {_ELSEWHERE.get(name) or _near(name)}")
 
 
+_MISTYPED = 0.92  # the likeness of a name with one letter wrong; names of other things are less alike
+
+
 def _near(name: str) -> str:
     by_lower_case = {public_name.lower(): public_name for public_name in __all__}
     near = [
-        by_lower_case[public_name] for public_name in difflib.get_close_matches(name.lower(), by_lower_case, 3, 0.7)
+        by_lower_case[public_name]
+        for public_name in difflib.get_close_matches(name.lower(), by_lower_case, 1, _MISTYPED)
     ]
     if near:
-        return f"the nearest are {', '.join(near)}"
+        return f"perhaps {near[0]} is meant"
+    if (kind := next((kind for kind in ("Trainer", "Config") if name.endswith(kind)), None)) is not None:
+        return f"it is not here; those that are: {', '.join(one for one in __all__ if one.endswith(kind))}"
     return "import it from where the script has it, if it needs no torch model; docs/compat.md lists what is here"

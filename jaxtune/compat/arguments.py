@@ -24,6 +24,18 @@ class Argument:
     free: tuple
 
 
+_LONGEST = 100  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value in a message: as Python writes it, or its kind where that is long or an address."""
+    text = repr(value)
+    if len(text) <= _LONGEST and " at 0x" not in text:
+        return text
+    kinds = sorted({type(one).__name__ for one in value}) if isinstance(value, list | tuple | set) else []
+    return f"a {type(value).__name__}" + (f" of {', '.join(kinds)}" if kinds else "")
+
+
 _printed: set[tuple[str, str]] = set()
 
 
@@ -43,13 +55,13 @@ def settle(
                 parameter_names += [field.name for field in dataclasses.fields(callee)]
             near = difflib.get_close_matches(name, [*parameter_names, *table], 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{where}: {name} = {value!r} is not an argument that jaxtune.compat knows{hint}")
+            raise ValueError(f"{where}: {name} = {shown(value)} is not an argument that jaxtune.compat knows{hint}")
         argument = table[name]
         if any(value is free or (type(value) is type(free) and value == free) for free in argument.free):
             continue
         if not argument.idle:
             advice = f"; leave it at {argument.free[0]!r}" if argument.free else ""
-            raise ValueError(f"{where}: {name} = {value!r} is not supported{advice}. Instead: {argument.text}")
+            raise ValueError(f"{where}: {name} = {shown(value)} is not supported{advice}. Instead: {argument.text}")
         report_idle(where, name, argument.text)
 
 
@@ -65,5 +77,5 @@ def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
     where, name: the called function and its argument, for messages.
     """
     if value not in table:
-        raise ValueError(f"{where}: {name} = {value!r} is not supported; supported: {', '.join(map(repr, table))}")
+        raise ValueError(f"{where}: {name} = {shown(value)} is not supported; supported: {', '.join(map(repr, table))}")
     return table[value]

@@ -49,7 +49,7 @@ class TrainerState:
     save_steps: int | None = None  # always None
     train_batch_size: int | None = None  # per_device_train_batch_size; None until a trainer has set it
     # the numbers of every step and evaluation of the last call of train(), {"step": ..., name: number} each, with the
-    # names of metrics.jsonl, which lacks the steps that are not logged
+    # names of metrics.jsonl, which lacks the steps that are not logged; the last line has the metrics of TrainOutput
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # the best value of metric_for_best_model in this call of train(); None: no evaluation gave one, or none is named
     best_metric: float | None = None
@@ -383,6 +383,14 @@ class Events(Callback):
             self._asked, self._left = False, step
             self._leave(step)
         self.tell("on_save")
+
+    def closed(self, metrics: Mapping[str, float]) -> None:
+        """Adds the run's closing line, the metrics of TrainOutput, to the history, prints it and calls on_log."""
+        line = dict(metrics)
+        self.state.log_history.append({"step": self.state.global_step, **line})
+        if self._prints:
+            say(_in_words(line))
+        self.tell("on_log", logs=line)
 
     def note_better(self, metrics: Path, steps_done: int) -> None:
         """Prints a note if an evaluation before an interruption was better than that of the current weights.

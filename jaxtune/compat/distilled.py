@@ -4,7 +4,6 @@ device; without one it is the student with its adapter off.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -14,10 +13,10 @@ from jaxtune.compat.arguments import report_idle
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
 from jaxtune.compat.rows import columns_of
-from jaxtune.compat.settings import DEFAULT_PROMPT, SFTConfig, move_quantization_config, resolved_config
+from jaxtune.compat.settings import SFTConfig, move_quantization_config, resolved_config
 from jaxtune.compat.tables import DISTILLATION, DISTILLATION_TRAINER, GKD
 from jaxtune.compat.trainer import SFTTrainer
-from jaxtune.compat.transformers_names import load_named, load_plain
+from jaxtune.compat.transformers_names import load_named, load_plain, with_dtype
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
@@ -97,9 +96,7 @@ class DistilledTrainer(PreferenceTrainer):
         name, config = type(self).__name__, resolved_config(args, self.config_type, model)
         move_quantization_config(config, others, model)
         if isinstance(model, str | os.PathLike):
-            roomy = copy.copy(config)
-            roomy.max_length = self._room(config)
-            model = load_named(os.fspath(model), roomy, full=others.get("peft_config") is None)
+            model = load_named(os.fspath(model), config, full=others.get("peft_config") is None)
         self._teacher = _teacher(name, teacher_model, config)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         if self._teacher is not None:
@@ -111,10 +108,6 @@ class DistilledTrainer(PreferenceTrainer):
                 f"{name}: there is no teacher: give teacher_model, or teacher_model_name_or_path of the config. A "
                 "model with an adapter can be its own, with the adapter off"
             )
-
-    def _room(self, args: object) -> int | None:
-        """Tokens of the longest row, for a student that is loaded by name; None: max_seq_length, or TRL's 1,024."""
-        return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
         """The student with its teacher attached; ValueError for another vocabulary."""
@@ -153,9 +146,6 @@ class DistillationTrainer(DistilledTrainer):
     """
 
     config_type = DistillationConfig
-
-    def _room(self, args: object) -> int:
-        return DEFAULT_PROMPT + getattr(args, "max_completion_length", DEFAULT_PROMPT)
 
     def _drawing(self) -> dict[str, float | int]:
         names = ("temperature", "max_completion_length", "top_p", "repetition_penalty")
@@ -244,5 +234,5 @@ def _teacher(
             "FastLanguageModel"
         )
     where = f"{type(args).__name__}.teacher_model_init_kwargs"
-    settings = getattr(args, "teacher_model_init_kwargs", None) or {}
-    return load_plain(where, teacher, None, args.seed, False, settings)
+    settings = with_dtype(teacher, getattr(args, "teacher_model_init_kwargs", None))
+    return load_plain(where, teacher, args.seed, False, settings)

@@ -119,4 +119,4 @@ class AutoPeftModelForCausalLM:
         where = "AutoPeftModelForCausalLM.from_pretrained"
         peft = {name: others.pop(name) for name in PEFT_MODEL if name in others and name not in AUTO}
         settle(where, {"adapter_name": adapter_name, **peft}, PEFT_MODEL)
-        return load_plain(where, pretrained_model_name_or_path, None, 3407, False, others)
+        return load_plain(where, pretrained_model_name_or_path, 3407, False, others)

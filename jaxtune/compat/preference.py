@@ -233,15 +233,19 @@ class ReferencedTrainer(PreferenceTrainer):
             say(f"{type(self).__name__}: the reference is the model with a copy of the adapter that was trained before")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """With the log-probabilities of a reference that has an adapter of its own."""
+        """With the log-probabilities of a reference that has an adapter of its own, or known from the same rows."""
         return self._with_reference(data)
 
     def _with_reference(self, data: TokenDataset) -> TokenDataset:
         assert isinstance(data, PairDataset)
-        if self._kept is None or not len(data.documents):
+        documents = data.documents
+        if not len(documents) or (self._kept is None and data.reference is None):
             return data
-        known = identity(data.documents, data.documents.lengths)
-        if known not in self._references:
+        known = identity(documents, documents.lengths)
+        if self._kept is None:  # NaN until a pass over the rows, before the first step, fills the array
+            assert data.reference is not None
+            self._references.setdefault(known, data.reference)
+        elif known not in self._references:
             graph, _, others = nnx.split(self._to_train(), nnx.Param, ...)
             self._references[known] = _log_probs(nnx.merge(graph, self._kept, others), data)
         return dataclasses.replace(data, reference=self._references[known])
@@ -272,6 +276,11 @@ def _log_probs(module: Decoder, data: PairDataset) -> np.ndarray:
 
 def PatchDPOTrainer() -> None:
     """Does nothing: no trainer needs Unsloth's patch here."""
+
+
+def PatchFastRL(algorithm: object = None, FastLanguageModel: object = None) -> None:
+    """Does nothing, as PatchDPOTrainer."""
+    del algorithm, FastLanguageModel
 
 
 class DPOTrainer(ReferencedTrainer):

@@ -5,7 +5,6 @@ process, and rewarded by the script's functions.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
@@ -18,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtune.compat.arguments import choose, report_idle, settle
+from jaxtune.compat.arguments import choose, report_idle, settle, shown
 from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.completions import Completions
 from jaxtune.compat.defaults import Library
 from jaxtune.compat.kept import keep_programs
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
-from jaxtune.compat.settings import DEFAULT_PROMPT, move_quantization_config, plain_value, resolved_config
+from jaxtune.compat.settings import move_quantization_config, plain_value, resolved_config
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
 from jaxtune.compat.transformers_names import load_named
 from jaxtune.compat.vllm_names import SamplingParams
@@ -229,8 +228,8 @@ class RewardedTrainer(PreferenceTrainer):
         for argument in reward_functions if isinstance(reward_functions, list | tuple) else [reward_functions]:
             if not callable(argument) or isinstance(argument, CompatModel):
                 raise ValueError(
-                    f"{name}: reward_funcs has {argument!r}; give functions of (prompts, completions, **columns) that "
-                    "return a list of numbers. A reward model is asked by such a function"
+                    f"{name}: reward_funcs has {shown(argument)}; give functions of (prompts, completions, **columns) "
+                    "that return a list of numbers. A reward model is asked by such a function"
                 )
             self._functions.append(argument)
         if not self._functions and not environment_factory and rollout_func is None:
@@ -251,10 +250,7 @@ class RewardedTrainer(PreferenceTrainer):
             report_idle(name, "eval_dataset", "eval_strategy is 'no'")
             eval_dataset = None
         if isinstance(model, str | os.PathLike):
-            roomy = copy.copy(config)
-            prompt = getattr(config, "max_prompt_length", None) or DEFAULT_PROMPT
-            roomy.max_length = prompt + config.max_completion_length
-            model = load_named(os.fspath(model), roomy, full=others.get("peft_config") is None)
+            model = load_named(os.fspath(model), config, full=others.get("peft_config") is None)
         self._weights = getattr(config, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
         self._require_best()

@@ -22,11 +22,14 @@ class Tokenised(Sequence):
 
     def __init__(self, documents):
         self._documents = documents
+        self.column_names = ["input_ids", "labels"]
 
     def __len__(self) -> int:
         return len(self._documents)
 
     def __getitem__(self, index):
+        if isinstance(index, str):  # a column
+            return [row[index] for row in self]
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         document = self._documents[range(len(self))[index]]

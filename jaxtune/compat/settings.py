@@ -229,16 +229,19 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
 
 
 DEFAULT_LENGTH = 1024  # TRL's max_length, for configs that have none
-DEFAULT_PROMPT = 512  # tokens of a prompt that a model has room for which a trainer loads by its name
+DEFAULT_PROMPT = 512  # tokens of a prompt for which rows have room beside an answer of max_completion_length
 
 
 def row_length(args: SFTConfig, model: Any, collated: int | None = None) -> int:
-    """The most tokens of a row: the least of the limits that are set, else 1,024 or the model's context length.
-    collated: the collator's limit.
+    """The most tokens of a row: the least of the limits that are set, else 1,024 (more for an answer of
+    max_completion_length after a prompt) or the model's context length. collated: the collator's limit.
     """
     limits = (args.max_length, args.max_seq_length, model.max_seq_length, collated)
     least = min((length for length in limits if length is not None), default=None)
-    return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
+    if least is not None:
+        return least
+    free = max(DEFAULT_LENGTH, DEFAULT_PROMPT + (getattr(args, "max_completion_length", None) or 0))
+    return min(free, model.module.config.context_length)
 
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:

@@ -142,6 +142,7 @@ class SFTTrainer(ScriptWords):
 
     _rows: dict[str, Any]  # under "train" and "eval", before they are tokenised
     _today: str | None = None  # the day that the chat template writes, once it is known
+    _stepped = False  # whether train() has begun to change the model
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class SFTTrainer(ScriptWords):
         **others: Any,
     ):
         if train_dataset is None:
-            raise ValueError("SFTTrainer: train_dataset is missing")
+            raise ValueError(f"{type(self).__name__}: train_dataset is missing")
         moved = self.older & others.keys()
         ours = isinstance(args, SFTConfig)
         if ours and not isinstance(args, self.config_type) and type(args) not in (SFTConfig, TrainingArguments):
@@ -455,6 +456,12 @@ class SFTTrainer(ScriptWords):
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
 
+    @property
+    def eval_dataset(self) -> Sequence[dict[str, list[int]]] | None:
+        """The rows that are held out, as train_dataset; None without any."""
+        data = self._prepared.eval_data if "eval" in self._rows else None
+        return self._rows.get("eval") if data is None else Tokenised(data.documents)
+
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
         """Trains the model, which then has the trained (or best) weights, and writes them to output_dir/checkpoint-N.
         If an exception ends the run, the model keeps the weights that it had.
@@ -479,6 +486,7 @@ class SFTTrainer(ScriptWords):
         say("\n".join(rows_report(type(self).__name__, trainer)))
         self.state.log_history = trainer.history
         module_before, start_time = self.model.module, time.monotonic()
+        stepped_before, self._stepped = self._stepped, True
         try:
             per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
             config = trainer.config
@@ -491,6 +499,7 @@ class SFTTrainer(ScriptWords):
             trained = self._handing_back()(trainer.train(from_step=from_step))
         except BaseException as error:
             self.model.module = module_before  # the weights of an interrupted run were donated
+            self._stepped = stepped_before
             self._say_after(error, len(trainer.history))
             raise
         steps = trainer.steps_done
@@ -507,6 +516,9 @@ class SFTTrainer(ScriptWords):
             say(f"{type(self).__name__}: what was trained is in {checkpoint_folders.folder(steps)}")
         if resumes and self.args.load_best_model_at_end:
             events.note_better(output / JSONL, steps)
+        losses = [line["loss"] for line in trainer.history if "loss" in line]
+        measured = self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time)
+        events.closed(measured)
         events.tell("on_train_end")
         if self.args.push_to_hub:
             try:
@@ -515,12 +527,7 @@ class SFTTrainer(ScriptWords):
                 say(f"{type(self).__name__}: not uploaded: {error}; trainer.push_to_hub() tries again")
         if self.args.report_timing:
             show_timing(output)
-        losses = [line["loss"] for line in trainer.history if "loss" in line]
-        return TrainOutput(
-            steps,
-            sum(losses) / len(losses) if losses else math.nan,
-            self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time),
-        )
+        return TrainOutput(steps, measured["train_loss"], measured)
 
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
@@ -541,7 +548,7 @@ class SFTTrainer(ScriptWords):
             )
             return {key: value for values in each for key, value in values.items()}
         trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
-        values = trainer.evaluate()
+        values = trainer.evaluate(stepped=self._stepped)
         if self.compute_metrics is not None:
             held_out = trainer.eval_data
             assert held_out is not None  # evaluate() has looked
@@ -563,7 +570,7 @@ class SFTTrainer(ScriptWords):
         """
         del ignore_keys
         trainer = self._on(test_dataset)
-        values = trainer.evaluate()
+        values = trainer.evaluate(stepped=self._stepped)
         assert trainer.eval_data is not None
         prediction = self._predicted(trainer.eval_data)
         if self.compute_metrics is not None:
@@ -730,6 +737,12 @@ def _first_rows(dataset) -> list[Mapping[str, object]]:
     if isinstance(dataset, str | os.PathLike) or is_stream(dataset):
         return []
     return [dataset[index] for index in range(min(len(dataset), _LOOKED_AT))]
+
+
+def unsloth_train(trainer: SFTTrainer, *arguments: object, **others: object) -> TrainOutput:
+    """trainer.train(...), whose sums over micro-batches need no mending here."""
+    train: Callable[..., TrainOutput] = trainer.train
+    return train(*arguments, **others)
 
 
 def train_on_responses_only(

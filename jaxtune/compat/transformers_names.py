@@ -9,12 +9,13 @@ from typing import Any
 
 from jaxtune.compat.arguments import report_idle, settle
 from jaxtune.compat.model import CompatModel, FastLanguageModel
-from jaxtune.compat.settings import DEFAULT_LENGTH, SFTConfig
+from jaxtune.compat.settings import SFTConfig
 from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
 from jaxtune.compat.texts import without_torch
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.named import local_adapter
-from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
+from jaxtune.models.files.model_folder import is_gguf, load_tokenizer, read_config, resolve_folder
+from jaxtune.models.registry import text_config
 
 # The arguments of transformers' BitsAndBytesConfig that are followed here.
 _FOLLOWED = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
@@ -126,43 +127,69 @@ def plain_arguments(
 def load_plain(
     where: str,
     name: str | os.PathLike,
-    max_length: int | None,
     random_state: int,
     full: bool,
     arguments: Mapping[str, Any],
 ) -> CompatModel:
-    """Loads a model as transformers' from_pretrained does: in the given dtype, else bfloat16 (an adapter's base: the
-    recorded one), quantised only if `arguments` says so.
+    """Loads a model as transformers' from_pretrained does: in the given dtype, else that of its files (an adapter's
+    base: the recorded one), quantised only if `arguments` says so. Positions stay those of its config.
 
       where: the called function, for messages.
       name: a folder or hub name, or the local folder of an adapter.
-      max_length: the most tokens of a row; None: the trainer's.
       full: whether all weights train, unless they are quantised; False for an adapter's folder.
       arguments: as in plain_arguments.
     """
     loading = plain_arguments(where, **arguments)
     full = full and not any(loading.get(flag) for flag in ("load_in_4bit", "load_in_8bit", "load_in_fp8"))
+    if loading["dtype"] is None and base_of(name) is None:
+        loading["dtype"] = _dtype_of_files(name)
     model, _ = FastLanguageModel.from_pretrained(
-        os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **loading
+        os.fspath(name), None, full_finetuning=full, random_state=random_state, **loading
     )
     model.fast = False
     return model
 
 
+def _quantised(folder: Path) -> bool:
+    """Whether a model's weights are stored in few bits, or in a GGUF file."""
+    return is_gguf(folder) or read_config(folder).get("quantization_config") is not None
+
+
+def _dtype_of_files(name: str | os.PathLike) -> str | None:
+    """The dtype that config.json names, as transformers takes it; None without one, or for quantised weights."""
+    folder = resolve_folder(os.fspath(name))
+    if _quantised(folder):
+        return None
+    config = read_config(folder)
+    names = [fields.get(key) for fields in (config, text_config(config)) for key in ("dtype", "torch_dtype")]
+    return next((name for name in names if name in ("bfloat16", "float16", "float32")), None)
+
+
+def with_dtype(name: str | os.PathLike, arguments: Mapping[str, object] | None) -> dict[str, object]:
+    """from_pretrained's arguments for a model that a trainer loads by name: float32 without a dtype, as in TRL, unless
+    its weights are quantised.
+    """
+    loading = dict(arguments or {})
+    asked = ("dtype", "torch_dtype", "quantization_config", "load_in_4bit", "load_in_8bit", "load_in_fp8")
+    if base_of(name) is not None or any(loading.get(key) not in (None, False) for key in asked):
+        return loading
+    return loading if _quantised(resolve_folder(os.fspath(name))) else loading | {"dtype": "float32"}
+
+
 def load_named(name: str, args: SFTConfig, full: bool, pictures: bool = False) -> CompatModel:
-    """Loads a model that a trainer got by name, for rows of its config's length; ValueError for an adapter's folder.
+    """Loads a model that a trainer got by name, in float32 unless its config says otherwise; ValueError for an
+    adapter's folder.
 
     full: whether all weights train, unless they are quantised.
-    args: the trainer's, with max_length, seed and what concerns loading.
+    args: the trainer's, with seed and what concerns loading.
     """
     if base_of(name) is not None:
         raise ValueError(
             f"model = {name!r} is an adapter's folder, and a trainer loads no adapter by its name. Instead: "
             f"model=AutoPeftModelForCausalLM.from_pretrained({name!r}), without peft_config, which trains it further"
         )
-    length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
-    arguments = {**(args.model_init_kwargs or {}), **({"pictures": True} if pictures else {})}
-    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, arguments)
+    arguments = {**with_dtype(name, args.model_init_kwargs), **({"pictures": True} if pictures else {})}
+    return load_plain("SFTConfig.model_init_kwargs", name, args.seed, full, arguments)
 
 
 class AutoModelForCausalLM:
@@ -170,15 +197,16 @@ class AutoModelForCausalLM:
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:
-        """The model of a folder or hub name, in the given dtype, else bfloat16. All weights train; quantised ones need
-        an adapter. For an adapter's folder its base is loaded, in the recorded dtype, and the adapter alone trains.
+        """The model of a folder or hub name, in the given dtype, else that of its files. All weights train;
+        quantised ones need an adapter. For an adapter's folder its base is loaded, in the recorded dtype, and the
+        adapter alone trains.
 
           arguments: as in plain_arguments.
         """
         where = "AutoModelForCausalLM.from_pretrained"
         path = local_adapter(pretrained_model_name_or_path)
         full = not (Path(path).expanduser() / "adapter_config.json").exists()
-        return load_plain(where, path, None, 3407, full, arguments)
+        return load_plain(where, path, 3407, full, arguments)
 
 
 class AutoModelForSequenceClassification:

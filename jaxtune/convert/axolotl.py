@@ -13,7 +13,6 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.data.rendering.packaged import PACKAGED
 
 _METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo", "gdpo": "grpo"}
-_IS_FILE = re.compile(r"\.(jsonl?|csv|parquet)$")
 _READERS = ("json", "csv", "parquet", "text", "arrow")
 
 
@@ -217,14 +216,15 @@ def _entry(recipe: Translation, entry: Mapping[str, Any], method: str, pretraini
     section = recipe.table.sections["datasets"]
     path, files = str(entry.get("path")), entry.get("data_files")
     config, split = entry.get("name"), entry.get("split")
-    if files:
-        names = _files(recipe, path, files)
-    elif (config or split not in (None, "train")) and not _IS_FILE.search(path):
+    if files or common.is_local(path):
+        names = _files(recipe, path, files) if files else [path]
+        names = common.of_split(recipe, names, split, ", ".join(names))
+    elif config or split not in (None, "train"):
         names = [f"{path}:{config or ''}:{split or 'train'}"]
     else:
         names = [path]
     label = ", ".join(names)
-    kind = entry.get("type")
+    kind, sets = entry.get("type"), len(recipe.renames)
     if pretraining:
         common.columns(recipe, {"text": entry.get("text_column") or "text"}, label)
     elif isinstance(kind, Mapping):
@@ -235,6 +235,8 @@ def _entry(recipe: Translation, entry: Mapping[str, Any], method: str, pretraini
         _preferences(recipe, entry, str(kind or "chat_template.default"), label)
     elif kind is not None:
         recipe.lack(f"type of {label}", kind, "rows with a column prompt; the other columns go to the reward functions")
+    if len(recipe.renames) == sets:  # nothing was renamed
+        common.columns(recipe, {}, label)
     for key in ("shards", "skip"):
         if entry.get(key):
             recipe.lack(f"{key} of {label}", entry[key], "[:N] behind a file or name reads its first N rows")
@@ -266,7 +268,11 @@ def _is_usual(key: str, value: Any, recipe: Translation) -> bool:
     return value in usual.get(key, ())
 
 
-_ROLES = {"user": ("human",), "assistant": ("gpt",)}  # what rows may call a role
+_ROLES = {
+    "user": ("human",),
+    "assistant": ("gpt", "function_call"),
+    "tool": ("observation",),
+}  # what rows may call a role
 
 
 def _own_format(recipe: Translation, kind: Mapping[str, Any], label: str, method: str) -> None:
@@ -287,8 +293,7 @@ def _supervised(recipe: Translation, entry: Mapping[str, Any], kind: Any, label:
     """
     family = str(kind).partition(".")[0]
     if kind == "completion":
-        common.columns(recipe, {"text": entry.get("field") or "text"}, label)
-        recipe.set("data.train_on", "all")
+        common.columns(recipe, {"text": entry.get("field") or "text"}, label)  # texts train whole
     elif family == "chat_template":
         field = entry.get("field_messages", "messages")
         common.columns(recipe, {} if field in ("messages", "conversations") else {"messages": field}, label)
@@ -385,6 +390,9 @@ def _targets(recipe: Translation) -> None:
     """Sets the adapter's target_modules and target_parameters."""
     modules, parameters = recipe["lora_target_modules"], recipe["lora_target_parameters"]
     if recipe["lora_target_linear"] or not (modules or parameters):
+        recipe.set("adapter.target_modules", "all-linear")
+    elif isinstance(modules, str) and not re.fullmatch(r"[\w.,\s-]+", modules):
+        recipe.lack("lora_target_modules", modules, "adapter.target_modules: names such as q_proj; all-linear is taken")
         recipe.set("adapter.target_modules", "all-linear")
     elif modules:
         recipe.set("adapter.target_modules", modules)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxtune.convert.schedules import schedule_keys
@@ -99,6 +101,32 @@ def packing(recipe: Translation, method: str, packs: bool, *sources: str) -> boo
     return unit.shares_rows
 
 
+_FIRST = re.compile(r"train\[:(\d+)\]")
+
+
+def of_split(recipe: Translation, names: Sequence[str], split: object, label: str) -> list[str]:
+    """The names of local files or a folder, of whose rows the other program reads a split; what `[:N]` cannot say is
+    lacking.
+    """
+    if split in (None, "", "train"):
+        return list(names)
+    first = _FIRST.fullmatch(str(split).replace(" ", ""))
+    if first is not None and len(names) == 1:
+        return [f"{names[0]}[:{first[1]}]"]
+    recipe.lack(
+        f"split of {label}", split, "[:N] behind one file reads its first N rows; other parts: a file of their own"
+    )
+    return list(names)
+
+
+def is_local(path: str) -> bool:
+    """Whether a data set's name is that of a file or folder here, as far as it can be seen."""
+    return bool(_IS_FILE.search(path)) or path.startswith(("/", "./", "../", "~")) or Path(path).is_dir()
+
+
+_IS_FILE = re.compile(r"\.(jsonl?|csv|parquet|txt|arrow)(\.\w+)?$")
+
+
 def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> None:
     """Sets data.columns, one map for all rows; other maps are lacking.
 
@@ -107,9 +135,9 @@ def columns(recipe: Translation, names: Mapping[str, str], source_name: str) -> 
     source_name: where they come from, for messages.
     """
     names = {ours: source for ours, source in names.items() if ours != source}
-    current = recipe.get("data.columns")
-    if current is not None and current != names:
-        recipe.lack(f"columns of {source_name}", names, "data.columns is one map for all rows")
+    recipe.renames.append(names)
+    if names != recipe.renames[0]:
+        recipe.lack(f"columns of {source_name}", names, "data.columns is one map for all rows: rename them in its rows")
     elif names:
         recipe.set("data.columns", names)
 
@@ -292,12 +320,23 @@ def set_kind(recipe: Translation, saved_modules_key: str) -> None:
             recipe.set(f"adapter.{key}", True)
 
 
+_OF_COMPAT = "from jaxtune.compat.rewards import"
+_LENGTH = "get_soft_overlong_punishment"
+# What a file has to say for TRL's own rewards, by the names that its command knows.
+_TRL_REWARDS = {
+    name: f"{_OF_COMPAT} {name}" for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+} | {_LENGTH: f"{_OF_COMPAT} {_LENGTH} as made; {_LENGTH} = made(1280, 256)"}
+
+
 def functions(recipe: Translation, names: Iterable[str]) -> list[str]:
     """Reward functions as file.py:name, of dotted import paths; other names are lacking."""
     paths = []
     for name in names:
         module, _, function = str(name).rpartition(".")
-        if module and function:
+        if function in _TRL_REWARDS and module in ("", "trl.rewards"):
+            paths.append(f"trl_rewards.py:{function}")
+            recipe.lack("reward_funcs", name, f"a file trl_rewards.py with: {_TRL_REWARDS[function]}")
+        elif module and function:
             paths.append(f"{module.replace('.', '/')}.py:{function}")
         else:
             recipe.lack("reward_funcs", name, "file.py:function, or exact_number, exact_match, tagged_format")

@@ -94,6 +94,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
     for key, source in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         names = [_registered(recipe, name, dataset_info, method) for name in common.listed(recipe[source])]
         common.rows(recipe, key, [f"{name}[:{most}]" if most else name for name in names])
+    _pictures(recipe, dataset_info)
     recipe.set("data.length", recipe["cutoff_len"], "cutoff_len")
     if recipe["streaming"]:
         if recipe["max_steps"] > 0:
@@ -118,6 +119,36 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
     _template(recipe, method)
 
 
+_TOWERS = {(False, False): "all", (False, True): "layers", (True, False): "merger"}  # by what is frozen
+
+
+def _shows(entry: Mapping[str, object]) -> bool:
+    """Whether the rows of a registered data set have pictures."""
+    columns = entry.get("columns")
+    return isinstance(columns, Mapping) and bool(columns.get("images"))
+
+
+def _pictures(recipe: Translation, dataset_info: Mapping[str, Mapping[str, object]]) -> None:
+    """Sets where pictures are, how large they may be, and what of the tower trains, if a set of rows has any."""
+    names = [name for key in ("dataset", "eval_dataset") for name in common.listed(recipe[key])]
+    shown = [name for name in names if _shows(dataset_info.get(name, {}))]
+    if not shown:
+        return
+    media = recipe["media_dir"]
+    recipe.set("data.images", str(media or dataset_info[shown[0]]["base"]))
+    recipe.set("data.max_pixels", recipe["image_max_pixels"], "image_max_pixels")
+    if recipe.sets("image_min_pixels"):
+        fewest = recipe["image_min_pixels"]
+        recipe.lack("image_min_pixels", fewest, "the least that the model's preprocessor_config.json says is taken")
+    tower = _TOWERS.get((bool(recipe["freeze_vision_tower"]), bool(recipe["freeze_multi_modal_projector"])))
+    if tower is not None:
+        recipe.set("model.tower", tower)
+    if recipe["template"] is not None:
+        recipe.set("data.template", "tokenizer")
+        why = "rows with pictures are written by the tokenizer's own template"
+        recipe.lack("template", recipe["template"], f"{why}, in which a system message or spaces may differ")
+
+
 def _template(recipe: Translation, method: str) -> None:
     """data.template: what the named template writes; ConfigError for an unknown name."""
     name = recipe["template"]
@@ -129,6 +160,8 @@ def _template(recipe: Translation, method: str) -> None:
     form = factory_templates.forms().get(str(name))
     if form is None:
         raise ConfigError(f"template = {name!r}: LLaMA-Factory {recipe.table.versions['llamafactory']} has no such one")
+    if recipe.get("data.template") is not None:  # that of pictures
+        return
     last_only = method != "sft" or (bool(recipe["mask_history"]) and not recipe["preserve_thinking"])
     text = factory_templates.jinja(form, recipe["default_system"], recipe["enable_thinking"], last_only)
     recipe.set("data.template", text)
@@ -214,7 +247,7 @@ def _registered(recipe: Translation, name: str, dataset_info: Mapping[str, Any],
             recipe.lack(f"{tag} of {name}", value, "rename it in the rows")
     lost = {"num_samples": f"{name}[:N] behind its file or name reads its first N rows"}
     if file := entry.get("file_name"):
-        source = str(Path(entry["base"]) / file)
+        [source] = common.of_split(recipe, [str(Path(entry["base"]) / file)], entry.get("split"), name)
     elif "hf_hub_url" in entry:
         lost["folder"] = "a file, or a data set with these rows at its top"
         source = ":".join([entry["hf_hub_url"], entry.get("subset") or "", entry.get("split") or ""]).rstrip(":")
@@ -231,11 +264,14 @@ def _columns(entry: Mapping[str, Any], method: str, recipe: Translation, name: s
     """{our column: source} of an entry."""
     entry_columns = dict(entry.get("columns") or {})
     pairs = method != "sft"
-    for key in ("images", "videos", "audios"):
+    for key in ("videos", "audios"):
         if entry_columns.pop(key, None):
-            recipe.lack(f"{key} of {name}", key, "only text can be trained on")
+            recipe.lack(f"{key} of {name}", key, "only text and pictures can be trained on")
+    if entry_columns.get("tools") and recipe["template"] is not None and not entry_columns.get("images"):
+        recipe.lack(f"tools of {name}", entry_columns["tools"], "data.template=tokenizer, if the model's own has tools")
     history = entry_columns.pop("history", None)
-    names = {ours: entry_columns[ours] for ours in ("system", "tools", "chosen", "rejected") if entry_columns.get(ours)}
+    ours_too = ("system", "tools", "chosen", "rejected", "images")
+    names = {ours: entry_columns[ours] for ours in ours_too if entry_columns.get(ours)}
     if entry_columns.get("kto_tag"):
         names["label"] = entry_columns["kto_tag"]
     if entry.get("formatting", "alpaca") == "alpaca":

@@ -53,6 +53,8 @@ class Table:
     refused_schedules: Mapping[str, str]
     """{scheduler: what to use instead}"""
     templates: Mapping[str, str]
+    nulls: frozenset[str]
+    """Keys with another default, of which the module reads that they are null."""
 
 
 def _yaml(name: str) -> dict[str, Any]:
@@ -99,4 +101,5 @@ def table(program: str) -> Table:
         schedule_arguments=names["schedule_arguments"],
         refused_schedules={**names["refused_schedules"], **(values.get("refused_schedules") or {})},
         templates=values.get("templates") or {},
+        nulls=frozenset((values.get("nulls") or "").split()),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,14 +28,30 @@ class Translation:
     notes: list[str] = dataclasses.field(default_factory=list)
     implied: list[str] = dataclasses.field(default_factory=list)
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    nulls: set[str] = dataclasses.field(default_factory=set)
+    """Keys that are null in the config and that nothing has read as null yet."""
+    renames: list[Mapping[str, str]] = dataclasses.field(default_factory=list)
+    """The columns' names of each set of rows so far."""
 
     def __post_init__(self) -> None:
+        self.nulls |= {key for key, value in self.config.items() if value is None}
         self.config = {key: value for key, value in self.config.items() if _is_set(key, value)}
         self.defaults = {**self.table.top.defaults, **self.defaults}
 
     def __getitem__(self, key: str) -> Any:
-        """The other program's key: the config's value, else that program's default."""
+        """The other program's key: the config's value, else that program's default; None for a null with a meaning."""
+        if key in self.table.nulls and (key in self.nulls or key in self._read_nulls):
+            self._as_null(key)
+            return None
         return self.config.get(key, self.defaults.get(key))
+
+    @functools.cached_property
+    def _read_nulls(self) -> set[str]:
+        return set()
+
+    def _as_null(self, key: str) -> None:
+        self.nulls.discard(key)
+        self._read_nulls.add(key)
 
     def sets(self, *keys: str) -> bool:
         return any(key in self.config for key in keys)
@@ -91,9 +108,19 @@ class Translation:
         only: a prefix of the recipe's keys; "": all are set.
         """
         for key, ours in section.same_value.items():
+            if ours.startswith(only) and config is self.config and self.set_null(key, ours):
+                continue
             if not ours.startswith(only) or (value := config.get(key, defaults.get(key))) is None:
                 continue
             self.set(ours, value, *(() if key in config else (key,)))
+
+    def set_null(self, key: str, ours: str) -> bool:
+        """Sets a key of the recipe to null, if the config's is null against its default and ours may be."""
+        if key not in self.nulls or not self.defaults.get(key) or not _takes_null(ours):
+            return False
+        self.set(ours, None)
+        self._as_null(key)
+        return True
 
     def leftovers(self, section: Section, config: Mapping[str, Any], section_name: str = "") -> None:
         """Lists keys that change training and are not translated; ConfigError for a method that no recipe can mean.
@@ -117,6 +144,9 @@ class Translation:
                 continue
             fix = section.lost.get(key, f"no key of {self.program} {_versions(self.table)}")
             self.lack(name, value, fix)
+        for key in sorted(self.nulls if section is self.table.top else ()):
+            if self.defaults.get(key) and key not in section.neutral:
+                self.lack(key, None, f"its default there, {short(self.defaults[key])}, is taken")
 
     def choose(self, keys: Sequence[str], ours: str, names: Mapping[str, str]) -> None:
         """Sets a key of the recipe to our name for a value; an unknown name is lacking, a missing one leaves it out.
@@ -136,6 +166,11 @@ class Translation:
 
 def _is_set(key: str, value: Any) -> bool:
     return value is not None and (value != "auto" or key in ("bf16", "tf32"))
+
+
+def _takes_null(key: str) -> bool:
+    """Whether a key of the recipe may be null."""
+    return any(ours.name == key and "null" in ours.type for ours in config_keys())
 
 
 def _OURS() -> dict[str, str]:

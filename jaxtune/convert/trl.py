@@ -99,6 +99,8 @@ def _objective(recipe: Translation, trainer: str) -> None:
     for key, ours in recipe.table.top.same_value.items():
         if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:
             recipe.set(ours, recipe.config[key])
+        elif ours.startswith("objective."):
+            recipe.set_null(key, ours)
     if trainer in ("grpo", "rloo"):
         functions = common.functions(recipe, common.listed(recipe["reward_funcs"]))
         if recipe["reward_model_name_or_path"]:
@@ -131,11 +133,17 @@ def _data(recipe: Translation, trainer: str) -> None:
     for entry in entries:
         files = entry.get("data_files")
         plain = [str(name) for name in common.listed(files)] if not isinstance(files, Mapping) else []
-        names += plain or [_name(entry.get("path"), entry.get("name"), entry.get("split") or "train")]
+        path, split = str(entry.get("path")), entry.get("split") or "train"
+        if plain or common.is_local(path):
+            names += common.of_split(recipe, plain or [path], split, ", ".join(plain) or path)
+        else:
+            names.append(_name(path, entry.get("name"), split))
         recipe.leftovers(section, entry, str(entry.get("path")))
     if not entries and recipe["dataset_name"]:
         name, config = recipe["dataset_name"], recipe["dataset_config"]
         names = [_name(name, config, recipe["dataset_train_split"])]
+        if common.is_local(str(name)):
+            names = common.of_split(recipe, [str(name)], recipe["dataset_train_split"], str(name))
         if recipe["eval_strategy"] not in (None, "no"):
             recipe.set("data.eval", _name(name, config, recipe["dataset_test_split"]))
     common.rows(recipe, "data.train", names)

@@ -328,6 +328,7 @@ class Trainer:
                 self.train_data,
                 lambda: self.model.fresh,
             ),
+            zero_gradient=self.spec.objective.zero_gradient,
         )
 
     def _run(
@@ -519,12 +520,15 @@ class Trainer:
         return has_adapter(self.model.given)
 
     @running()
-    def evaluate(self, trained: bool = False) -> dict[str, Any]:
+    def evaluate(self, trained: bool = False, stepped: bool = True) -> dict[str, Any]:
         """Metrics of the given model: {"eval_loss", "eval_UNIT": over how many, ...}; {} if held-out rows have only
-        questions, ValueError without any. trained: with qat.start above 0, weights are rounded as after the last step.
+        questions, ValueError without any.
+
+        trained: with qat.start above 0, weights are rounded as after the last step.
+        stepped: False: the weights have made no step, and are a preference objective's reference if all of them train.
         """
         program = self.program if trained else self.engine.before_qat or self.program
-        return self._eval_loss(program, *self.model.weights(self.engine))
+        return self._eval_loss(program, *self.model.weights(self.engine), stepped)
 
     @running()
     def evaluate_checkpoint(self, folder: Path, step: int | None = None) -> tuple[dict[str, Any], Decoder]:
@@ -537,7 +541,7 @@ class Trainer:
         frozen = self.model.placed_frozen(self.engine)
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
-    def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
+    def _eval_loss(self, program: StepProgram, trainable, frozen, stepped: bool = True) -> dict[str, Any]:
         """Held-out metrics; {} if there are only questions, ValueError without rows. Without `trains` a smaller plan
         follows if a pass does not fit.
         """
@@ -546,7 +550,7 @@ class Trainer:
                 return {}
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         self.stored.fill((self.eval_data,), self.engine)
-        self.fill_references((self.eval_data,), trainable, frozen, stepped=True)
+        self.fill_references((self.eval_data,), trainable, frozen, stepped=stepped)
         compiled = self.engine.compile_evaluate(program, trainable, frozen)
         planner = self.engine.planner
         while isinstance(planner, ForwardPlanner) and planner.smaller(compiled):

@@ -379,8 +379,6 @@ def test_a_preference_asks_its_one_question_once(row, before):
             r"chosen has no question before it; set data.columns=.*to one of topic",
         ),
         ({"topic": "t", "chosen": "a", "rejected": "b"}, "there is no prompt before it; .*to one of topic"),
-        ({"chosen": "Paris", "rejected": "Pasta"}, "there is no prompt before it; set data.columns"),
-        ({"chosen": "It is hot", "rejected": "It is hot"}, "there is no prompt before it"),
         ({"topic": "Is it hot?", "chosen": "It is hot", "rejected": "It is cold"}, "there is no prompt .*one of topic"),
         ({"prompt": [SYSTEM], "chosen": A, "rejected": B}, "chosen has no question before it"),
         (
@@ -395,6 +393,20 @@ def test_a_preference_asks_its_one_question_once(row, before):
 def test_a_preference_without_one_question_is_refused(row, message):
     with pytest.raises(RowError, match=message):
         normalize_pair(row)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize(
+    "texts", [("Paris", "Pasta"), ("Yes, it is.", "Never."), ("It is hot", "It is hot"), ("It is", "It is hot")]
+)
+def test_texts_that_begin_with_no_question_are_whole(texts, system):
+    """As in TRL, unless another column has a text, which may be their question."""
+    row = dict(zip(("chosen", "rejected"), texts, strict=True)) | ({"system": system} if system else {})
+    pair = normalize_pair(row)
+    assert [side.completion for side in (pair.chosen, pair.rejected)] == list(texts)
+    assert {side.prompt for side in (pair.chosen, pair.rejected)} == {f"{system}\n\n" if system else ""}
+    with pytest.raises(RowError, match="there is no prompt before it; .*to one of topic"):
+        normalize_pair(row | {"topic": "t"})
 
 
 def test_columns_that_mark_turns_are_followed():
@@ -420,6 +432,8 @@ def test_what_both_answers_begin_with_is_the_question_up_to_a_words_end(asked, b
     assert [side.prompt + side.completion for side in sides] == answers and all(side.implied for side in sides)
     prompt, [rest, another] = pair.chosen.prompt, [side.completion for side in sides]
     assert pair.rejected.prompt == prompt == prompt.rstrip(" ") and rest.strip() and another.strip()
+    if not prompt:  # the texts are whole
+        return
     assert not (prompt[-1].isalnum() and (rest[0].isalnum() or another[0].isalnum()))
     same = "".join(a for a, *_ in itertools.takewhile(lambda two: two[0] == two[1], zip(rest, another, strict=False)))
     assert not same.strip() or same.lstrip(" ").isalnum()  # no more than a word that they share the beginning of

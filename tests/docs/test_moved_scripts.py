@@ -67,7 +67,7 @@ def test_unsloths_quick_start(from_the_hub):
     made = run_script("unsloth_quickstart.py", max_seq_length="64", max_steps="2", gradient_accumulation_steps="1")
     config = made["trainer"].config()
     assert (config.model.load_in, config.data.packing, config.optim.name) == ("nf4", "step", "adamw_8bit")
-    assert len(made["trainer"].state.log_history) == 2
+    assert len(made["trainer"].state.log_history) == 3
 
 
 @pytest.mark.full
@@ -97,11 +97,11 @@ def test_trls_quick_start(from_the_hub, monkeypatch):
     monkeypatch.setattr(compat.SFTTrainer, "__init__", short)
     trainer = run_script("trl_quickstart.py")["trainer"]
     assert trainer.config().adapter is None and trainer.config().data.format == "messages"
-    assert np.isfinite([line["loss"] for line in trainer.state.log_history]).all()
+    assert np.isfinite([line["loss"] for line in trainer.state.log_history if "loss" in line]).all()
     left = from_the_hub / "trainer_output/checkpoint-2"
     again, tokenizer = jaxtune.from_pretrained(left, dtype="float32")
     assert tokenizer is not None and json.loads((left / "trainer_state.json").read_text())["global_step"] == 2
-    np.testing.assert_array_equal(again.norm.weight[...], trainer.model.module.norm.weight[...].astype("bfloat16"))
+    np.testing.assert_array_equal(again.norm.weight[...], trainer.model.module.norm.weight[...])
 
 
 @pytest.mark.full

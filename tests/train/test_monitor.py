@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxtune.train.callbacks import TrainingStopped
 from jaxtune.train.config import MetricsConfig
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.loop.monitor import Monitor
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning.devices import device_peak_flops
 from tests.train.tiny_runs import make_config
 
@@ -20,7 +23,7 @@ class Machine:
 
     def __init__(self, monkeypatch, tmp_path, log_every=1, total_steps=12, devices=1):
         self.now, self.free, self.done = 100.0, 100.0, 0
-        self.lines, self.shown = [], []
+        self.lines, self.shown, self.norm = [], [], 1.0
         monkeypatch.setattr(jax, "device_get", self.fetch)
         self.run = SimpleNamespace(
             config=make_config(tmp_path, metrics=MetricsConfig(log_every=log_every), precision="bf16"),
@@ -34,6 +37,7 @@ class Machine:
             peak_flops=devices * device_peak_flops("NVIDIA H200", "bfloat16"),
             callbacks=(),
             check_first=lambda line: None,
+            zero_gradient=lambda line: None,
             history=[],
             flops=lambda lengths: 989e12 * STEP,
         )
@@ -52,7 +56,9 @@ class Machine:
         """Dispatches a step, which the device begins when it is free."""
         self.now += DISPATCH
         self.free = max(self.free, self.now) + seconds
-        values = dict(loss=1.0, grad_norm=1.0, learning_rate=0.1, count=9, skipped=0, skipped_in_row=0, finite=True)
+        values = dict(
+            loss=1.0, grad_norm=self.norm, learning_rate=0.1, count=9, skipped=0, skipped_in_row=0, finite=True
+        )
         values["own"] = {}
         counts = dict(tokens=60, trained_tokens=30, lengths=[30, 30])
         self.monitor.step_dispatched(self.done, values | {"done": self.free}, counts)
@@ -180,3 +186,31 @@ def test_a_host_that_waits_for_rows_makes_a_step_longer_and_says_so(monkeypatch,
 def test_model_flop_utilisation_counts_every_device(monkeypatch, tmp_path):
     (first, *_) = run(Machine(monkeypatch, tmp_path, devices=2))[1:]
     assert first["mfu"] == pytest.approx(STEP / (STEP + DISPATCH) / 2)
+
+
+@pytest.mark.parametrize(("losses", "why", "stops"), [((1.0,), None, 1), ((1.0,), "clipped", None), ((), None, None)])
+def test_a_step_without_a_gradient(monkeypatch, tmp_path, losses, why, stops):
+    """It ends the run only if nothing explains it: neither its objective, nor an earlier step that had one."""
+    machine = Machine(monkeypatch, tmp_path)
+    machine.run.zero_gradient = lambda line: why
+    with machine.monitor as monitor:
+        if not losses:
+            machine.step()
+        machine.norm = 0.0
+        machine.step()
+        if stops:
+            with pytest.raises(TrainingStopped, match=r"step 1: the gradient norm is exactly zero"):
+                monitor.flush()
+        else:
+            machine.step()
+            monitor.flush()
+            said = [text for text in machine.printed if "exactly zero" in text]
+            assert len(said) == 1 and said[0].endswith(why or "its rows give no gradient")
+
+
+def test_a_policy_and_learnt_rows_say_why_they_have_no_gradient():
+    policy, plain = objective_of(ObjectiveConfig("grpo", reward_funcs=("a",))), objective_of(ObjectiveConfig())
+    assert "clipped" in policy.zero_gradient({"loss": 0.3, "clip_ratio/region_mean": 0.5})
+    for objective in (policy, plain):
+        assert objective.zero_gradient({"loss": 0.3, "clip_ratio/region_mean": 0.0}) is None
+        assert objective.zero_gradient({"loss": 0.0}) == "its rows are learnt"

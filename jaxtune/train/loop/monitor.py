@@ -36,7 +36,6 @@ from jaxtune.train.planning.planner import Planner
 _SHOWN_STEPS = 10  # the speed on the screen is the mean of this many steps
 _MEASURED_SECONDS = 2.0  # of steps after the first, from which their median is the speed: a run's first ones are slow
 _FIRST_STEPS = 3  # steps with a gradient, by which adapters that get none are found
-_LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in float32
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -92,6 +91,8 @@ class MonitoredRun:
     # called with the line of the first step of the whole run, if the step is finite and trains on a token; raises
     # TrainingStopped if that step contradicts the reference of a preference objective (references.first_check)
     check_first: Callable[[dict[str, Any]], None] = lambda line: None
+    # why a step with such a line may have no gradient (Objective.zero_gradient)
+    zero_gradient: Callable[[Mapping[str, float]], str | None] = lambda line: None
 
 
 class Monitor:
@@ -131,6 +132,8 @@ class Monitor:
         # Adapters whose gradient was zero in every step so far, by their B: that of A is zero as long as B is.
         self._idle = [index for index, name in enumerate(run.trained) if name.endswith("lora.b")]
         self._looked_at = 0  # steps by which _idle was reduced
+        self._moved = False  # whether a step had a gradient
+        self._said_zero = False  # whether one without was named
         self.seconds: list[float] = []  # seconds of each step
         self._measured = False  # whether the plan's prediction was compared with them
         self._peak_before = 0  # bytes of device memory at the peak of loading and compiling
@@ -370,17 +373,28 @@ class Monitor:
             "guards.adapters_without_gradient=true to continue"
         )
 
+    def _guard_zero(self, nth: int, line: Mapping[str, float]) -> None:
+        """TrainingStopped for a step without a gradient, unless its objective knows why, or an earlier step had one, so
+        that the weights train and its rows alone give none.
+        """
+        why = self.run.zero_gradient(line)
+        if why is None and not self._moved:
+            raise TrainingStopped(
+                f"step {nth}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
+                f"{len(self.run.trained)}, first {self.run.trained[0]}"
+            )
+        if not self._said_zero and (why is None or abs(line["loss"]) > 0.0):
+            self._said_zero = True
+            self.progress.print(f"step {nth}: the gradient norm is exactly zero: {why or 'its rows give no gradient'}")
+
     def _guard(self, step: int, loss: float, norm: float, values: dict, line: dict[str, Any]) -> None:
         """TrainingStopped if the run must end, by a step's metrics and its line. In fp16 an overflow is no error."""
         nth = step + 1
         if values["finite"]:
             self.bad = [later for later in self.bad if later[0] > nth]
-            # Rows that are learnt, such as pairs beyond the margin of a hinge loss, have neither loss nor gradient.
-            if norm == 0.0 and values["count"] > 0 and abs(loss) > _LEARNT:
-                raise TrainingStopped(
-                    f"step {nth}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
-                    f"{len(self.run.trained)}, first {self.run.trained[0]}"
-                )
+            if norm == 0.0 and values["count"] > 0:
+                self._guard_zero(nth, line)
+            self._moved |= norm > 0.0
             if nth == 1 and values["count"] > 0:
                 self.run.check_first(line)
             if values["count"] == 0 and self.run.batches.steps_per_epoch == 1:

@@ -17,6 +17,8 @@ from jaxtune.train.data.dataset import TokenDataset
 from jaxtune.train.objectives.loss import Forward
 from jaxtune.train.objectives.sampling import Settings
 
+_LEARNT = 1e-10  # a loss whose gradient may underflow
+
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceColumn:
@@ -142,6 +144,13 @@ class Declared(Protocol):
             f"objective = {self.label}: it samples its rows, and nothing says how: define its `source`, or give "
             "Trainer a BatchSource that samples them as train_rows"
         )
+
+    def zero_gradient(self, line: Mapping[str, float]) -> str | None:
+        """Why a step with these metrics may have no gradient although it trains, in words; else None. Rows that are
+        learnt, such as pairs beyond the margin of a hinge loss, have no loss either: its square may underflow in
+        float32.
+        """
+        return "its rows are learnt" if abs(line["loss"]) <= _LEARNT else None
 
     def wrong_start(self, line: Mapping[str, float]) -> str | None:
         """How the first step's metrics contradict a reference that is still the model itself, in words; else None."""

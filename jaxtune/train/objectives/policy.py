@@ -256,6 +256,14 @@ class GRPO(Declared):
             "eval_answers/NAME, of which NAME is one of them",
         )
 
+    def zero_gradient(self, line: Mapping[str, float]) -> str | None:
+        """Also where ratios are clipped, which only weights do that have changed since the answers were sampled; those
+        above `delta` are in no metric.
+        """
+        if line.get("clip_ratio/region_mean", 0.0) > 0.0:
+            return "the ratios of all answers that have an advantage are clipped"
+        return super().zero_gradient(line)
+
     def check(self, model: Decoder) -> None:
         """Raises ValueError without a head that predicts tokens, if beta is not 0, without a fixed reference, with
         `exact` for what it does not cover, or for a cache that the model has not.

@@ -106,7 +106,7 @@ class Example:
     text: str | None = None
     """Trained on as a whole, without data.mask_spans."""
     prompt: str | None = None
-    """Not trained on."""
+    """Not trained on; "" before answers to no question, which are never rendered by a template."""
     completion: str | None = None
     """Follows the prompt, trained on."""
     messages: list[Message] | None = None
@@ -420,11 +420,14 @@ def _answered(value: Columns, answers: Mapping[str, Any], access: PictureAccess 
             return _in_conversation(value, None, "", said, access)
         implied = question is None
         if question is None:
-            question = _common_question(value, texts)
-            if not question:
+            if len(texts) < 2 or _has_other_text(value):
                 raise RowError(
                     f"{next(iter(answers))} is text, and there is no prompt before it; {_other_columns(value)}"
                 )
+            question = _common_question(texts)
+            if not question:  # texts without a question, as a reward model scores them whole
+                before = _after(_text(value, SYSTEM, required=False), "")
+                return [Example(prompt=before, completion=text, implied=True) for text in texts]
             texts = [text[len(question) :] for text in texts]
         else:
             check_unicode(question)
@@ -465,14 +468,17 @@ def _without_question(question: str, answers: Sequence[str]) -> list[str]:
     return list(answers) if cuts_word else rests
 
 
-def _common_question(value: Columns, answers: Sequence[str]) -> str:
-    """The text, up to a word's end, with which both answers of a preference begin; "" if it may be no question."""
+def _has_other_text(value: Columns) -> bool:
+    """Whether a column beside the answers has a text, which may be their question under another name."""
     known_columns = (*CHOSEN, *REJECTED, *SYSTEM)
-    if len(answers) < 2 or any(
+    return any(
         isinstance(cell, str) and cell.strip() and name not in known_columns and snake(name) not in NEUTRAL
         for name, cell in value.items()
-    ):
-        return ""
+    )
+
+
+def _common_question(answers: Sequence[str]) -> str:
+    """The text, up to a word's end, with which both answers of a preference begin; "" if it may be no question."""
     size = next(
         (index for index, chars in enumerate(zip(*answers, strict=False)) if len(set(chars)) > 1),
         min(map(len, answers)),

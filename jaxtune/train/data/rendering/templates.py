@@ -478,7 +478,7 @@ class RowEncoder:
 
     def is_plain(self, example: Example) -> bool:
         """Whether prompt and completion stay text, without a chat template."""
-        return example.prompt is not None and self.template is None
+        return example.prompt is not None and (self.template is None or example.messages is None)
 
     def _finish(
         self, example: Example, rendered: Rendered, tokens: Tokens, prompt: Tokens | None

@@ -140,7 +140,9 @@ class Summary:
         if self.excluded:
             sentences.append(f"{self.excluded:,} rows left out by their marks, first {self.excluded_first[0]}")
         if self.implied:
-            sentences.append(f"{self.implied:,} pairs have no prompt: their question is what both answers begin with")
+            sentences.append(
+                f"{self.implied:,} pairs have no prompt: their question is what both answers begin with, if anything"
+            )
         if self.unread:
             ellipsis = ", ..." * (len(self.unread) == OFFENDERS)
             sentences.append(f"columns that are not read: {', '.join(self.unread)}{ellipsis}")
