@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,7 +51,7 @@ def told() -> dict[str, Metadata]:
 
 
 def changed(data: Metadata, **fields) -> Metadata:
-    merged = data.fields | {f"{data.architecture}.{key.replace('__', '.')}": value for key, value in fields.items()}
+    merged = {**data.fields} | {f"{data.architecture}.{key.replace('__', '.')}": value for key, value in fields.items()}
     return dataclasses.replace(data, fields=merged, asked=set())
 
 
@@ -109,7 +110,7 @@ def test_a_line_is_read_from_each_of_its_keys(says, tmp_path):
     """As llama.cpp reads it: the type is linear by default, and older files have another key."""
     plain = made("llama", "bfloat16", num_hidden_layers=1, rope_scaling=None)
     wanted = made("llama", "bfloat16", num_hidden_layers=1, rope_scaling={"rope_type": "linear", "factor": 2.0})
-    tokens = np.arange(12, dtype=np.int32)[None]
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
     fields = {f"llama.{key}": value for key, value in says.items()}
     found, _ = from_pretrained(written(plain, tmp_path / "model.gguf", **fields))
     assert found.config == wanted.config and numbers(found).keys() == numbers(wanted).keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -77,7 +78,7 @@ def test_a_new_adapter_does_not_diverge_from_its_own_base(name, base, tmp_path):
 
 def test_every_key_of_model_that_decides_numbers_is_in_the_name():
     """Also one that is added tomorrow."""
-    values = dict(load_in="nf4", compute="fp8", rope_scaling=LINEAR, max_position_embeddings=4096)
+    values: dict[str, Any] = dict(load_in="nf4", compute="fp8", rope_scaling=LINEAR, max_position_embeddings=4096)
     values |= dict(tokenizer="t", pictures=True, tower="all")
     plain = Checkpoint(ModelConfig(path="m"), Precision("bf16"))
     for field in dataclasses.fields(ModelConfig):
