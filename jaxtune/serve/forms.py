@@ -66,9 +66,10 @@ class _Choice:
             self._ranked += piece.top_logprobs or [[] for _ in piece.ids]
         pieces += self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
         if piece.finish_reason is not None:
-            pieces += self._text.end()
+            ended = piece.finish_reason == "stop"
+            pieces += self._text.end(cut=not ended)
             self.reused = piece.reused
-            self.reason = "tool_calls" if self._text.calls else piece.finish_reason
+            self.reason = "tool_calls" if ended and self._text.calls else piece.finish_reason
         return pieces
 
     @property
