@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jaxtune.conversations.call_turns import ways_to_write
 from jaxtune.conversations.calls import Schemas, schemas_of
 from jaxtune.conversations.messages import (
     ConversationError,
@@ -513,23 +514,27 @@ def _conversation(
     if continues and not turns[-1]["content"].strip():
         message = "continue_final_message = True: the last message has no text to continue"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    try:
-        prompt, pictures = picture_prompt(
-            tokenizer,
-            turns,
-            processor,
-            tools=tools,
-            arguments=arguments,
-            begins_answer=begins,
-            continues=continues,
-            max_tokens=length,
-        )
-    except TemplateError as error:
-        raise ApiError(
-            400, f"the chat template refuses these messages: {_words(error.__cause__ or error)}", "messages"
-        ) from error
-    except PictureError as error:
-        raise ApiError(400, f"messages: {_words(error)}", "messages", "invalid_value") from None
+    template, refusals = template_for(tokenizer.chat_template, tools) or "", []
+    for form in ways_to_write(turns, template):
+        try:
+            prompt, pictures = picture_prompt(
+                tokenizer,
+                form,
+                processor,
+                tools=tools,
+                arguments=arguments,
+                begins_answer=begins,
+                continues=continues,
+                max_tokens=length,
+            )
+            break
+        except TemplateError as error:
+            refusals.append(error)
+        except PictureError as error:
+            raise ApiError(400, f"messages: {_words(error)}", "messages", "invalid_value") from None
+    else:
+        message = f"the chat template refuses these messages: {_words(refusals[0].__cause__ or refusals[0])}"
+        raise ApiError(400, message, "messages") from refusals[0]
     return _short_enough(prompt.tolist(), length), picture_arrays(len(prompt), pictures, processor)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 
 from jaxtune.conversations.answers import AnswerStream, Pieces, overlap
+from jaxtune.conversations.call_ids import new_id
 from jaxtune.conversations.calls import Call, json_text
 
 _PART_OF_CHARACTER = "\ufffd"  # what a decoder gives for bytes of a character whose other bytes follow
@@ -89,4 +89,4 @@ class Text:
 
 def _openai_call(call: Call) -> dict[str, object]:
     function = {"name": call.name, "arguments": json_text(call.arguments)}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return {"id": new_id(), "type": "function", "function": function}
