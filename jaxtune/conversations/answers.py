@@ -89,6 +89,15 @@ SPACES = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,24}"}}  # or a mode
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
+def _call_schema(name: str, key: str, schema: object) -> dict[str, object]:
+    """The JSON schema of a whole call, with the definitions of its arguments' schema."""
+    value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
+    definitions = {name: value[name] for name in ("$defs", "definitions") if name in value}
+    keys = {"name": {"const": name}, key: value}
+    required = {"required": [*keys], "additionalProperties": False}
+    return {"type": "object", "properties": keys, **required, **definitions, **SPACES}
+
+
 class AnswerReader:
     """Reads the answers to prompts of one chat template.
 
@@ -115,23 +124,19 @@ class AnswerReader:
         """The reader for the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
-    def call_grammar(self, schemas: Schemas, many: bool) -> str | None:
+    def call_grammar(self, schemas: Schemas, many: bool, beside: bool = False) -> str | None:
         """A grammar of answers that call tools, in llguidance's Lark; None for a family whose calls are not JSON.
 
         schemas: {tool's name: JSON schema of its arguments} of the tools that may be called.
         many: whether several calls may follow each other.
+        beside: an answer of another grammar may be in their place.
         """
         form = self.form or HERMES
         if self._channels or not form.body:
             return None
         key = "parameters" if form.leading else "arguments"
-
-        def mark(text: str) -> str:
-            token = self._call_marks.get(text)
-            return json.dumps(text) if token is None else f"<[{token}]>"
-
-        begin = f'{mark(form.opens)} "\\n"? ' if form.opens else ""
-        end = f' "\\n"? {mark(form.closes)}' if form.closes else ""
+        begin = f'{self._in_lark(form.opens)} "\\n"? ' if form.opens else ""
+        end = f' "\\n"? {self._in_lark(form.closes)}' if form.closes else ""
         call = " | ".join(f"call_{index}" for index in range(len(schemas)))
         if form.body == "list":
             more = f' (", " ({call}))*' if many else ""
@@ -140,11 +145,28 @@ class AnswerReader:
             more = ' ("\\n"? block)*' if many and form.closes else ""
             lines = [f"start: block{more}", f"block: {begin}({call}){end}"]
         for index, (name, schema) in enumerate(schemas.items()):
+            if beside and form.leading:
+                lines.append(f"call_{index}: %json {json.dumps(_call_schema(name, key, schema))}")
+                continue
             before = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ', ensure_ascii=False)
             lines.append(f'call_{index}: {before} value_{index} "}}"')
             value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
             lines.append(f"value_{index}: %json {json.dumps({**value, **SPACES})}")
         return "\n".join(lines)
+
+    def any_call_grammar(self) -> str | None:
+        """A grammar of calls whose arguments follow none: any text between their marks; None for families without
+        opening marks.
+        """
+        form = self.form or HERMES
+        if self._channels or not form.opens:
+            return None
+        texts = " | ".join(["TEXT", *map(self._in_lark, form.marks)])
+        return f"start: {self._in_lark(form.opens)} ({texts})* {self._in_lark(form.closes)}\nTEXT: /(?s:.+)/"
+
+    def _in_lark(self, mark: str) -> str:
+        token = self._call_marks.get(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
 
     @property
     def marks_are_special(self) -> bool:

@@ -4,6 +4,7 @@ is ignored, what cannot be followed is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -277,6 +278,10 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
         grammar = _call_grammar(values.tool_choice, schemas or {}, served, many_calls)
         rows = [dataclasses.replace(row, grammar=grammar) for row in request_values.rows]
         request_values = dataclasses.replace(request_values, rows=rows)
+    elif schemas and (answer := request_values.rows[0].grammar) is not None:
+        grammar = _or_calls(answer, schemas, served, many_calls)
+        rows = [dataclasses.replace(row, grammar=grammar) for row in request_values.rows]
+        request_values = dataclasses.replace(request_values, rows=rows)
     return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
 
 
@@ -306,6 +311,19 @@ def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, 
         message = f"tool_choice: the calls of {served.name} are no JSON, so they cannot be required: use auto"
         raise ApiError(400, message, "tool_choice", "unsupported_parameter")
     return _followed(lambda: grammars.lark_grammar(lark), "tools")
+
+
+def _or_calls(answer: str, schemas: Schemas, served: Readable, many: bool) -> str:
+    """The grammar of an answer, or of calls in its place; ApiError (400)."""
+    reader = served.reader(True)
+    calls, any_calls = reader.call_grammar(schemas, many, beside=True), reader.any_call_grammar()
+    if calls is not None and any_calls is not None:
+        with contextlib.suppress(ValueError):
+            return grammars.either(answer, calls)
+        calls = None  # a schema of arguments that is not followed
+    if (calls := calls or any_calls) is None:
+        return answer  # calls come before what follows the grammar
+    return _followed(lambda: grammars.either(answer, calls), "tools")
 
 
 def _grammar(body: _Body) -> str | None:
