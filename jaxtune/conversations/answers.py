@@ -486,8 +486,8 @@ class _Tags(AnswerStream):
         longer = self._block + closes + self._words[-1]
         self._raw += mark
         calls = form.calls(longer, self._schemas) if self._tries < _MOST_TRIES else None
+        self._tries += 1
         if calls is None:
-            self._tries += 1
             self._words[-1] += mark
         else:
             self._block, self._called[-1], self._words[-1] = longer, calls, ""

@@ -346,7 +346,7 @@ _NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
 
 def _mistral(text: str, schemas: Schemas) -> list[Call]:
     """A JSON list (versions 3 to 7), or NAME[ARGS]JSON (11 and later); else ValueError."""
-    if text.lstrip().startswith(("[{", "{", "[ {", "[\n")):
+    if re.match(r"\s*(\[\s*)?\{", text):
         return _json_calls(text, schemas)
     name = _NAME.match(text)
     if name is None or not text.startswith(("{", '"'), name.end()):
