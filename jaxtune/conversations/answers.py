@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, arguments_of
+from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, channel_call
 from jaxtune.conversations.messages import Message, template_for
 from jaxtune.conversations.tokenizing import Tokenizer, special_ids
+from jaxtune.conversations.values import ends_in_string
 
 type Kind = Literal["thought", "content"]
 type Pieces = list[tuple[Kind, str]]
@@ -88,6 +89,15 @@ SPACES = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,24}"}}  # or a mode
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
+def _call_schema(name: str, key: str, schema: object) -> dict[str, object]:
+    """The JSON schema of a whole call, with the definitions of its arguments' schema."""
+    value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
+    definitions = {name: value[name] for name in ("$defs", "definitions") if name in value}
+    keys = {"name": {"const": name}, key: value}
+    required = {"required": [*keys], "additionalProperties": False}
+    return {"type": "object", "properties": keys, **required, **definitions, **SPACES}
+
+
 class AnswerReader:
     """Reads the answers to prompts of one chat template.
 
@@ -114,23 +124,19 @@ class AnswerReader:
         """The reader for the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
-    def call_grammar(self, schemas: Schemas, many: bool) -> str | None:
+    def call_grammar(self, schemas: Schemas, many: bool, beside: bool = False) -> str | None:
         """A grammar of answers that call tools, in llguidance's Lark; None for a family whose calls are not JSON.
 
         schemas: {tool's name: JSON schema of its arguments} of the tools that may be called.
         many: whether several calls may follow each other.
+        beside: an answer of another grammar may be in their place.
         """
         form = self.form or HERMES
         if self._channels or not form.body:
             return None
         key = "parameters" if form.leading else "arguments"
-
-        def mark(text: str) -> str:
-            token = self._call_marks.get(text)
-            return json.dumps(text) if token is None else f"<[{token}]>"
-
-        begin = f'{mark(form.opens)} "\\n"? ' if form.opens else ""
-        end = f' "\\n"? {mark(form.closes)}' if form.closes else ""
+        begin = f'{self._in_lark(form.opens)} "\\n"? ' if form.opens else ""
+        end = f' "\\n"? {self._in_lark(form.closes)}' if form.closes else ""
         call = " | ".join(f"call_{index}" for index in range(len(schemas)))
         if form.body == "list":
             more = f' (", " ({call}))*' if many else ""
@@ -139,11 +145,28 @@ class AnswerReader:
             more = ' ("\\n"? block)*' if many and form.closes else ""
             lines = [f"start: block{more}", f"block: {begin}({call}){end}"]
         for index, (name, schema) in enumerate(schemas.items()):
+            if beside and form.leading:
+                lines.append(f"call_{index}: %json {json.dumps(_call_schema(name, key, schema))}")
+                continue
             before = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ', ensure_ascii=False)
             lines.append(f'call_{index}: {before} value_{index} "}}"')
             value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
             lines.append(f"value_{index}: %json {json.dumps({**value, **SPACES})}")
         return "\n".join(lines)
+
+    def any_call_grammar(self) -> str | None:
+        """A grammar of calls whose arguments follow none: any text between their marks; None for families without
+        opening marks.
+        """
+        form = self.form or HERMES
+        if self._channels or not form.opens:
+            return None
+        texts = " | ".join(["TEXT", *map(self._in_lark, form.marks)])
+        return f"start: {self._in_lark(form.opens)} ({texts})* {self._in_lark(form.closes)}\nTEXT: /(?s:.+)/"
+
+    def _in_lark(self, mark: str) -> str:
+        token = self._call_marks.get(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
 
     @property
     def marks_are_special(self) -> bool:
@@ -224,12 +247,17 @@ class AnswerReader:
         opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
         """
         if self._channels:
-            return _Channels(schemas is not None, opening)
+            return _Channels(schemas, opening)
         form = None if schemas is None else self.form or HERMES
         return _Tags(self._thoughts, form, schemas or {}, opening, self._call_marks)
 
     def read(
-        self, ids: Sequence[int], schemas: Schemas | None = None, opening: str = "", ends: Sequence[int] = ()
+        self,
+        ids: Sequence[int],
+        schemas: Schemas | None = None,
+        opening: str = "",
+        ends: Sequence[int] = (),
+        cut: bool = False,
     ) -> Answer:
         """The answer of tokens.
 
@@ -237,18 +265,20 @@ class AnswerReader:
         schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
         opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
         ends: ids that are dropped as last token.
+        cut: the answer did not end by itself, so that a call without its closing mark is text.
         """
-        return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening)
+        return self.read_text(self.text(ids, ends, schemas is not None), schemas, opening, cut)
 
-    def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "") -> Answer:
+    def read_text(self, text: str, schemas: Schemas | None = None, opening: str = "", cut: bool = False) -> Answer:
         """The answer of a text.
 
         text: of the answer, with the marks of thoughts and calls.
         schemas: {tool's name: JSON schema of its arguments} of the tools that it may call; None: calls stay text.
         opening: the beginning of the answer that the prompt's end holds (`opening`), such as "<think>"; "": none.
+        cut: the answer did not end by itself, so that a call without its closing mark is text.
         """
         stream = self.stream(schemas, opening)
-        pieces = [*stream.add(text), *stream.end()]
+        pieces = [*stream.add(text), *stream.end(cut)]
         thoughts, content = ("".join(text for kind, text in pieces if kind == name) for name in ("thought", "content"))
         return Answer(content, thoughts, tuple(stream.calls))
 
@@ -269,8 +299,9 @@ class AnswerStream:
         self._text += text
         return _joined(self._advance(False))
 
-    def end(self) -> Pieces:
-        return _joined([*self._advance(True), *self._close()])
+    def end(self, cut: bool = False) -> Pieces:
+        """cut: the answer did not end by itself, so that a call without its closing mark is text."""
+        return _joined([*self._advance(True), *self._close(cut)])
 
     def _advance(self, last: bool) -> Pieces:
         """Reads as far as no later text can change the result; with `last`, all."""
@@ -286,7 +317,7 @@ class AnswerStream:
     def _step(self, last: bool) -> Pieces:
         raise NotImplementedError
 
-    def _close(self) -> Pieces:
+    def _close(self, cut: bool) -> Pieces:
         raise NotImplementedError
 
     def _until(self, marks: Sequence[str], last: bool) -> tuple[str, str]:
@@ -345,8 +376,12 @@ class _Tags(AnswerStream):
         super().__init__()
         self._thoughts, self._form, self._schemas, self._marks = thoughts, form, schemas, marks
         self._state = "content"
-        self._blocks: list[str] = []  # texts of calls
+        self._called: list[list[Call]] = []  # of each text of calls that has ended
+        self._block = ""  # the text of calls that have not ended
+        self._tries = 0  # marks at which that text was malformed
+        self._begin = 0  # where it begins in `_raw`, with its opening mark
         self._raw = ""  # all text from the first call on, without thoughts
+        self._words: list[str] = []  # that text behind each text of calls
         self._title = ""
         if thoughts is not None and opening:
             self._think("" if thoughts.title and opening.endswith(thoughts.title) else thoughts.title)
@@ -376,7 +411,6 @@ class _Tags(AnswerStream):
         leads = self._leads(last)
         if leads:
             self._state = "call"
-            self._blocks.append("")
         if leads or leads is None:
             return []
         wrapper = (self._thoughts and self._thoughts.wrapper) or ()
@@ -394,9 +428,12 @@ class _Tags(AnswerStream):
         if mark and self._thoughts is not None and mark == self._thoughts.opens:
             self._think(self._thoughts.title)
         elif mark and self._form is not None and mark == self._form.opens:
-            self._raw += mark
-            self._blocks.append("")
+            self._begin_call(mark)
             self._state = "call"
+
+    def _begin_call(self, mark: str) -> None:
+        self._begin, self._block, self._tries = len(self._raw), "", 0
+        self._raw += mark
 
     def _thought(self, last: bool) -> Pieces:
         """Reads a thought up to its closing mark. last: no more text comes."""
@@ -409,42 +446,77 @@ class _Tags(AnswerStream):
         text, mark = self._until([self._thoughts.closes], last)
         pieces = self._say("thought", text)
         if mark:
-            self._state = "between" if self._blocks else "content"
+            self._state = "between" if self._raw else "content"
             if "content" not in self._said:
                 self._again("content", "")
         return pieces
 
     def _call(self, last: bool) -> Pieces:
-        assert self._form is not None
-        text, mark = self._until([self._form.closes or self._form.opens], last)
-        self._blocks[-1] += text
-        self._raw += text + mark
-        if mark and self._form.closes:
+        """Reads up to a mark that ends the call: one before which the text can be parsed, as values have marks too."""
+        form = self._form
+        assert form is not None
+        text, mark = self._until([form.closes or form.opens], last)
+        self._block += text
+        self._raw += text
+        calls = form.calls(self._block, self._schemas) if mark and self._tries < _MOST_TRIES else None
+        if calls is None:
+            self._tries += bool(mark)
+            self._block += mark
+            self._raw += mark
+        elif form.closes:
+            self._called.append(calls)
+            self._raw += mark
             self._state = "between"
-        elif mark:
-            self._blocks.append("")
+            self._words.append("")
+        else:
+            self._called.append(calls)
+            self._begin_call(mark)
         return []
 
     def _between(self, last: bool) -> Pieces:
-        text, mark = self._until(self._openings(), last)
+        """Reads what follows calls. If their closing mark comes once more, the first may have been a value's text."""
+        form = self._form
+        closes = form.closes if form is not None and form.closes else ""
+        text, mark = self._until([*self._openings(), closes], last)
         self._raw += text
-        self._enter(mark)
+        self._words[-1] += text
+        if not mark or mark != closes or form is None:
+            self._enter(mark)
+            return []
+        longer = self._block + closes + self._words[-1]
+        self._raw += mark
+        calls = form.calls(longer, self._schemas) if self._tries < _MOST_TRIES else None
+        self._tries += 1
+        if calls is None:
+            self._words[-1] += mark
+        else:
+            self._block, self._called[-1], self._words[-1] = longer, calls, ""
         return []
 
-    def _close(self) -> Pieces:
-        """Parses the calls; malformed ones are text."""
-        text = self._raw
-        if self._form is not None and self._blocks:
-            try:
-                self.calls = [call for block in self._blocks for call in self._form.parse(block, self._schemas)]
-                return []
-            except (ValueError, TypeError, RecursionError, MemoryError):
-                for mark in self._marks:
-                    text = text.replace(mark, "")
-        spaces, self._spaces["content"] = self._spaces["content"], ""
-        return [("content", spaces + text)] if spaces + text else []
+    def _close(self, cut: bool) -> Pieces:
+        """Sets the calls. If one is malformed, all are text; one that was cut is text behind those that ended."""
+        form, rest = self._form, ""
+        if form is not None and self._state == "call":
+            calls = form.calls(self._block, self._schemas) if form.shows_end and not cut else None
+            self._called = self._called + [calls or []] if calls or (cut and not self._tries) else []
+            rest = "" if calls else self._shown(self._raw[self._begin :])
+        self.calls = [call for calls in self._called for call in calls]
+        if not self.calls:
+            rest = self._shown(self._raw)
+            spaces, self._spaces["content"] = self._spaces["content"], ""
+            return [("content", spaces + rest)] if spaces + rest else []
+        pieces = [piece for word in self._words for piece in self._say("content", word)]
+        return [*pieces, *self._say("content", rest, hold=False)]
+
+    def _shown(self, text: str) -> str:
+        """Text of malformed calls, without marks that are special tokens if there is more."""
+        shown = text
+        for mark in self._marks:
+            shown = shown.replace(mark, "")
+        return shown if shown.strip() else text
 
 
+_MOST_TRIES = 100  # to parse one call
 _RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]+)")
 _BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _HEADS = ("<|channel|>", "<|start|>", "to=")
@@ -453,11 +525,11 @@ _HEADS = ("<|channel|>", "<|start|>", "to=")
 class _Channels(AnswerStream):
     """The messages of gpt-oss: a header with channel and recipient, <|message|>, and text."""
 
-    def __init__(self, calls: bool, opening: str):
+    def __init__(self, schemas: Schemas | None, opening: str):
         super().__init__()
-        self._looks = calls
+        self._schemas = schemas
         self._state = "begin"
-        self._blocks: list[tuple[str, str]] = []  # names and texts of calls
+        self._blocks: list[tuple[str, str, bool]] = []  # of calls: name, text, whether its end was written
         self.add(opening)
 
     def _step(self, last: bool) -> Pieces:
@@ -476,9 +548,9 @@ class _Channels(AnswerStream):
         if not delimiter:
             return []
         self._text, recipient = text, _RECIPIENT.search(header)
-        if recipient is not None and recipient[1] and self._looks:
+        if recipient is not None and recipient[1] and self._schemas is not None:
             self._state = "call"
-            self._blocks.append((recipient[2], ""))
+            self._blocks.append((recipient[2], "", False))
             return []
         to_tool = recipient is not None and not recipient[1] and recipient[2] != "user"
         kind: Kind = "thought" if "<|channel|>analysis" in header or to_tool else "content"
@@ -489,20 +561,31 @@ class _Channels(AnswerStream):
     def _body(self, last: bool) -> Pieces:
         text, mark = self._until(_BODY_ENDS, last)
         state = self._state
+        if state == "call":
+            name, block, _ = self._blocks.pop()
+            if mark and ends_in_string(block + text):  # a mark of the text is no mark
+                self._blocks.append((name, block + text + mark, False))
+                return []
+            self._blocks.append((name, block + text, bool(mark)))
         if mark:
             self._state = "header"
             self._text = (mark if mark in _HEADS else "") + self._text
-        if state == "call":
-            name, block = self._blocks.pop()
-            self._blocks.append((name, block + text))
-            return []
-        return self._say("thought" if state == "thought" else "content", text)
+        return [] if state == "call" else self._say("thought" if state == "thought" else "content", text)
 
-    def _close(self) -> Pieces:
+    def _close(self, cut: bool) -> Pieces:
+        blocks, rest = self._blocks, ""
+        if cut and blocks and not blocks[-1][2]:
+            *blocks, (_, rest, _) = blocks
         try:
-            self.calls = [Call(name, arguments_of(block)) for name, block in self._blocks]
-        except (ValueError, RecursionError):
-            return self._say("content", "\n".join(block for _, block in self._blocks), hold=False)
+            self.calls = [channel_call(name, block, self._schemas or {}) for name, block, _ in blocks]
+        except (ValueError, TypeError, RecursionError):
+            rest = "\n".join(block for _, block, _ in self._blocks)
+        if self._state == "header" and not self._text.startswith(_HEADS):  # text behind an end, and no header
+            rest += self._text
+            for mark in _BODY_ENDS:
+                rest = rest.replace(mark, "")
+        if rest:
+            return self._say("content", rest, hold=False)
         spaces = "" if "content" in self._strips else self._spaces["content"]
         return [("content", spaces)] if spaces and self._state == "content" else []
 

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
-type Arguments = dict[str, Any]
+from jaxtune.conversations.values import (
+    Arguments,
+    after_spaces,
+    allows_text,
+    bare_name,
+    json_at,
+    json_text,
+    json_value,
+    known_name,
+    literal,
+    properties_of,
+    statements,
+    typed,
+    unique,
+)
+
+__all__ = ["FORMS", "HERMES", "Call", "CallForm", "Schemas", "allows_text"]
+__all__ += ["arguments_of", "channel_call", "json_text", "schemas_of"]
+
 # {tool's name: JSON schema of its parameters}.
 type Schemas = Mapping[str, object]
 
@@ -44,6 +61,18 @@ class CallForm:
     """Further tokens within the text."""
     body: Literal["object", "list", ""] = ""
     """JSON that may be between: an object of a call, or a list of them; "": neither."""
+    shows_end: bool = True
+    """Whether a text that can be parsed is a whole call, also before its `closes`."""
+
+    def calls(self, text: str, schemas: Schemas) -> list[Call] | None:
+        """The calls in the text between; None if it is malformed, or has values that JSON has not."""
+        try:
+            calls = self.parse(text, schemas)
+            for call in calls:
+                json_text(call.arguments)
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            return None
+        return calls
 
 
 def schemas_of(tools: object) -> Arguments:
@@ -59,7 +88,7 @@ def schemas_of(tools: object) -> Arguments:
 def arguments_of(value: object) -> Arguments:
     """A call's arguments from an object or JSON text; {} for nothing. Raises ValueError."""
     if isinstance(value, str):
-        value = json.loads(value) if value.strip() else None
+        value = json_value(value) if value.strip() else None
         if isinstance(value, str):  # quoted twice
             return arguments_of(value)
     if value is None:
@@ -69,217 +98,371 @@ def arguments_of(value: object) -> Arguments:
     return value
 
 
-def _call_of(value: object) -> Call:
-    """A call of a JSON object; ValueError if it has no name."""
+def _named(name: str, arguments: Arguments, schemas: Schemas) -> Call:
+    """A call; names that the schemas have without the spaces and quotes around them are those."""
+    name = known_name(name, schemas)
+    known = properties_of(schemas.get(name))
+    return Call(name, unique((known_name(key, known), value) for key, value in arguments.items()))
+
+
+# What an object of a call may have beside its name; anything else would vanish.
+_NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+_CALL_KEYS = frozenset((*_NAMES, *_ARGUMENTS, "id", "tool_call_id", "call_id", "type"))
+
+
+def _call_of(value: object, schemas: Schemas) -> Call:
+    """A call of a JSON object; ValueError if it has no name, or more than a call has."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        if not value.keys() <= {"function", "id", "type"}:
+            raise ValueError("a call has a function and an id")
         value = value["function"]
-    name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
-    if not isinstance(value, dict) or not isinstance(name, str) or not name:
-        raise ValueError("a call is an object with a name")
-    return Call(name, arguments_of(next((value[key] for key in ("arguments", "parameters") if key in value), None)))
+    if not isinstance(value, dict) or not value.keys() <= _CALL_KEYS:
+        raise ValueError("a call is an object with a name and arguments")
+    names, written = ([value[key] for key in keys if key in value] for keys in (_NAMES, _ARGUMENTS))
+    if len(names) != 1 or not isinstance(names[0], str) or not names[0] or len(written) > 1:
+        raise ValueError("a call has one name, and its arguments once")
+    return _named(names[0], arguments_of(written[0] if written else None), schemas)
 
 
-def _json_call(text: str, schemas: Schemas) -> list[Call]:
-    """{"name": ..., "arguments": ...}, or a list of them."""
-    value = json.loads(text)
-    if isinstance(value, list) and value:
-        return [_call_of(call) for call in value]
-    return [_call_of(value)]
-
-
-def _json_calls(text: str, schemas: Schemas) -> list[Call]:
-    """JSON objects or lists of them, one after another."""
-    calls, decoder, tail = [], json.JSONDecoder(), text.strip()
-    while tail:
-        value, end = decoder.raw_decode(tail)
-        calls += [_call_of(call) for call in (value if isinstance(value, list) else [value])]
-        tail = tail[end:].lstrip("; \n,")
-    return calls
-
-
-def _llama(text: str, schemas: Schemas) -> list[Call]:
-    """Llama 3's JSON objects, with or without <|python_tag|>; ValueError if there is none."""
-    text = text.strip().removeprefix("<|python_tag|>").strip()
-    if not text.startswith("{"):
-        raise ValueError("no JSON object")
-    return _json_calls(text, schemas)
-
-
-# --- typed texts
-
-
-def allows_text(schema: object, root: object = None) -> bool:
-    """Whether a JSON schema allows a string; True if it names no type. root: the document of its references."""
-    root = schema if root is None else root
-    if not isinstance(schema, Mapping):
-        return schema is not False
-    if isinstance(reference := schema.get("$ref"), str):
-        return allows_text(_referred(root, reference), root)
-    if isinstance(kind := schema.get("type"), str | list | tuple):
-        return kind == "string" or (not isinstance(kind, str) and "string" in kind)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list | tuple):
-            return any(allows_text(subschema, root) for subschema in schema[key])
-    if isinstance(schema.get("allOf"), list | tuple):
-        return all(allows_text(subschema, root) for subschema in schema["allOf"])
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list | tuple):
-        return any(isinstance(value, str) for value in values)
-    return True
-
-
-def _referred(root: object, reference: str) -> object:
-    for key in reference.removeprefix("#").strip("/").split("/"):
-        root = root.get(key, {}) if isinstance(root, Mapping) else {}
-    return {} if isinstance(root, Mapping) and "$ref" in root else root
-
-
-_WORDS = {"True": True, "False": False, "None": None}  # templates write Python's words
-
-
-def _typed(text: str, parameters: object, key: str) -> object:
-    """An argument's bare text as a value, by the schema of the tool's parameters."""
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    if isinstance(properties, Mapping) and key in properties and allows_text(properties[key], parameters):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return _WORDS.get(text.strip(), text)
-
-
-def _typed_call(name: str, texts: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
-    """A call whose arguments are bare texts, (key, text) each."""
-    parameters = schemas.get(name, {})
-    return Call(name, {key: _typed(text, parameters, key) for key, text in texts})
-
-
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def _xml(text: str, schemas: Schemas) -> list[Call]:
-    """Of Qwen3-Coder and others: <function=NAME><parameter=KEY>VALUE</parameter>...</function>; else ValueError."""
-    function = _FUNCTION.fullmatch(text)
-    if function is None:
-        raise ValueError("a call is <function=NAME>...</function>")
-    return [_typed_call(function[1], _PARAMETER.findall(function[2]), schemas)]
-
-
-_INVOKE = re.compile(r"<invoke name=\"?([^\">]+)\"?>(.*?)</invoke>", re.DOTALL)
-_NAMED = re.compile(r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def _invoked(text: str, schemas: Schemas) -> list[Call]:
-    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>."""
-    calls = [_typed_call(name, _NAMED.findall(body), schemas) for name, body in _INVOKE.findall(text)]
-    if not calls or _INVOKE.sub("", text).strip():
-        raise ValueError('a call is <invoke name="NAME">...</invoke>')
-    return calls
-
-
-_GLM = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-
-def _glm(text: str, schemas: Schemas) -> list[Call]:
-    """Of GLM 4.5 and later: NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...; else ValueError."""
-    call = _GLM.fullmatch(text)
-    if call is None:
-        raise ValueError("a call is NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-    return [_typed_call(call[1], [(key.strip(), value) for key, value in _PAIR.findall(call[2])], schemas)]
-
-
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(?:(\w+)<｜tool▁sep｜>(\S+)\s*```json\s*(.*?)\s*```|(\S+?)<｜tool▁sep｜>(.*?))\s*"
-    r"(?:<｜tool▁call▁end｜>|\Z)",
-    re.DOTALL,
-)
-
-
-def _deepseek(text: str, schemas: Schemas) -> list[Call]:
-    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1)."""
-    calls = [
-        Call(name or short, arguments_of(block if name else bare))
-        for _, name, block, short, bare in _DEEPSEEK.findall(text)
-    ]
-    if not calls or _DEEPSEEK.sub("", text).strip():
-        raise ValueError("a call is <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>")
-    return calls
-
-
-_KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
-    r"(?:<\|tool_call_end\|>|\Z)",
-    re.DOTALL,
-)
-
-
-def _kimi(text: str, schemas: Schemas) -> list[Call]:
-    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>."""
-    calls = [Call(name, arguments_of(value)) for name, value in _KIMI.findall(text)]
-    if not calls or _KIMI.sub("", text).strip():
-        raise ValueError("a call is <|tool_call_begin|>NAME<|tool_call_argument_begin|>JSON<|tool_call_end|>")
-    return calls
-
-
-_NAME_AND_JSON = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*)?", re.DOTALL)
-
-
-def _mistral(text: str, schemas: Schemas) -> list[Call]:
-    """A JSON list (versions 3 to 7), or NAME[ARGS]JSON (11 and later); else ValueError."""
-    if text.lstrip().startswith(("[{", "{", "[ {")):
-        return _json_calls(text, schemas)
-    call = _NAME_AND_JSON.fullmatch(text)
-    if call is None:
-        raise ValueError("a call is a JSON list, or NAME[ARGS]JSON")
-    return [Call(call[1], arguments_of(call[2]))]
-
-
-def _python(text: str, schemas: Schemas) -> list[Call]:
-    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line."""
-    try:
-        bodies = [line.value for line in ast.parse(text.strip()).body if isinstance(line, ast.Expr)]
-    except SyntaxError as error:
-        raise ValueError(f"no calls of Python: {error}") from None
-    nodes = [node for body in bodies for node in (body.elts if isinstance(body, ast.List) else [body])]
-    calls = []
-    for node in nodes:
-        if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
-            raise ValueError("a call is NAME(KEY=VALUE, ...)")
-        arguments = {str(word.arg): _literal(word.value) for word in node.keywords}
-        calls.append(Call(ast.unparse(node.func), arguments))
+def _some(calls: list[Call]) -> list[Call]:
     if not calls:
         raise ValueError("no call")
     return calls
 
 
-def _literal(node: ast.expr) -> object:
-    names = {"true": True, "false": False, "null": None}
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
-    return ast.literal_eval(node)
+def _calls_of(values: Iterable[object], schemas: Schemas) -> list[Call]:
+    """The calls of JSON objects and lists of them; ValueError if there is none."""
+    calls = [call for value in values for call in (value if isinstance(value, list) else [value])]
+    return _some([_call_of(call, schemas) for call in calls])
 
 
-# A text in quotes of Gemma's own; a sign of the notation; a key, which has no quotes; a number, true, false or null.
-_GEMMA_TOKEN = re.compile(r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<sign>[{}\[\],:])|(?P<word>[^{}\[\],:<]+)', re.DOTALL)
-_GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
+def _json_call(text: str, schemas: Schemas) -> list[Call]:
+    """{"name": ..., "arguments": ...}, or a list of them."""
+    return _calls_of([json_value(text)], schemas)
+
+
+_BETWEEN_VALUES = re.compile(r"[;,\s]*")
+
+
+def _json_values(text: str) -> Iterator[object]:
+    """JSON values one after another."""
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        value, at = json_at(text, at)
+        yield value
+        between = _BETWEEN_VALUES.match(text, at)
+        at = at if between is None else between.end()
+
+
+def _json_calls(text: str, schemas: Schemas) -> list[Call]:
+    """JSON objects or lists of them, one after another; ValueError if there is none."""
+    return _calls_of(_json_values(text), schemas)
+
+
+def _llama(text: str, schemas: Schemas) -> list[Call]:
+    """Llama 3's JSON objects, with or without <|python_tag|>; ValueError for another object: it is an answer."""
+    values = [*_json_values(text.strip().removeprefix("<|python_tag|>"))]
+    for value in values:
+        if not isinstance(value, dict) or not (value.keys() & {*_ARGUMENTS} or value.get("name") in schemas):
+            raise ValueError("a call is an object with a name and parameters")
+    return _calls_of(values, schemas)
+
+
+def channel_call(name: str, text: str, schemas: Schemas) -> Call:
+    """The call of gpt-oss's message to a function; ValueError if its text is no JSON object, or is unfinished."""
+    call = _named(name, arguments_of(text), schemas)
+    json_text(call.arguments)
+    return call
+
+
+# --- arguments between tags
+
+
+def _typed_call(name: str, texts: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
+    """A call whose arguments are bare texts, (key, text) each."""
+    name = bare_name(name, schemas)
+    parameters = schemas.get(name, {})
+    known = properties_of(parameters)
+    keys = [(bare_name(key, known), text) for key, text in texts]
+    return Call(name, unique((key, typed(text, parameters, key)) for key, text in keys))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tagged:
+    """A notation of arguments between tags.
+
+    opens: a pattern of an argument's beginning, whose first group is its key; closes: its end; follows: a pattern of
+    what may come behind that end.
+    """
+
+    opens: re.Pattern[str]
+    closes: str
+    follows: re.Pattern[str]
+
+    def read(self, text: str, at: int) -> tuple[list[tuple[str, str]], int]:
+        """([(key, text)], their end) of the arguments that begin at a place."""
+        texts = []
+        while opened := self.opens.match(text, at):
+            end = self._end(text, opened.end())
+            texts.append((opened[1], text[opened.end() : end]))
+            at = after_spaces(text, end + len(self.closes))
+        return texts, at
+
+    def _end(self, text: str, start: int) -> int:
+        """Where a value ends: at the first end that has behind it what may follow. ValueError if none has, or another
+        argument begins within and does not end: then an end is missing.
+        """
+        end = text.find(self.closes, start)
+        while end >= 0 and not self.follows.match(text, end + len(self.closes)):
+            end = text.find(self.closes, end + 1)
+        within = start
+        while end >= 0 and (inner := self.opens.search(text, within, end)):
+            within = text.find(self.closes, inner.end(), end)
+            end = end if within >= 0 else -1
+        if end < 0:
+            raise ValueError(f"the argument at {start} has no {self.closes}")
+        return end
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
+_FUNCTION_END = re.compile(r"\s*</function>\s*(?=<function=|\Z)")
+_PARAMETERS = _Tagged(
+    re.compile(r"<parameter=([^>\n]+)>"),
+    "</parameter>",
+    re.compile(r"\s*(?:<parameter=|</function>\s*(?:<function=|\Z))"),
+)
+_INVOKE = re.compile(r"\s*<invoke name=([^>\n]+)>\s*")
+_INVOKE_END = re.compile(r"\s*</invoke>\s*(?=<invoke |\Z)")
+_INVOKE_PARAMETERS = _Tagged(
+    re.compile(r"<parameter name=([^>\n]+)>"),
+    "</parameter>",
+    re.compile(r"\s*(?:<parameter name=|</invoke>\s*(?:<invoke |\Z))"),
+)
+
+
+def _functions(
+    text: str, schemas: Schemas, begin: re.Pattern[str], arguments: _Tagged, end: re.Pattern[str]
+) -> list[Call]:
+    """Calls one after another, each with arguments between tags; ValueError for anything else."""
+    calls, at = [], 0
+    while at < len(text):
+        begun = begin.match(text, at)
+        if begun is None:
+            raise ValueError(f"no call at {at}")
+        texts, at = arguments.read(text, begun.end())
+        ended = end.match(text, at)
+        if ended is None:
+            raise ValueError(f"a call does not end at {at}")
+        texts = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in texts]
+        calls.append(_typed_call(begun[1], texts, schemas))
+        at = ended.end()
+    return _some(calls)
+
+
+def _xml(text: str, schemas: Schemas) -> list[Call]:
+    """Of Qwen3-Coder and others: <function=NAME><parameter=KEY>VALUE</parameter>...</function>; else ValueError."""
+    return _functions(text, schemas, _FUNCTION, _PARAMETERS, _FUNCTION_END)
+
+
+def _invoked(text: str, schemas: Schemas) -> list[Call]:
+    """Of MiniMax: <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>; else ValueError."""
+    return _functions(text, schemas, _INVOKE, _INVOKE_PARAMETERS, _INVOKE_END)
+
+
+_GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
+_PAIRS = _Tagged(
+    re.compile(r"<arg_key>((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value>", re.DOTALL),
+    "</arg_value>",
+    re.compile(r"\s*(?:<arg_key>|\Z)"),
+)
+
+
+def _glm(text: str, schemas: Schemas) -> list[Call]:
+    """Of GLM 4.5 and later: NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...; else ValueError."""
+    name = _GLM_NAME.match(text)
+    if name is None:
+        raise ValueError("a call is NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+    texts, at = _PAIRS.read(text, name.end())
+    if at != len(text):
+        raise ValueError(f"no argument at {at}")
+    return [_typed_call(name[1], texts, schemas)]
+
+
+# --- JSON behind a name
+
+
+def _headed(
+    text: str,
+    schemas: Schemas,
+    head: re.Pattern[str],
+    ends: Callable[[re.Match[str]], re.Pattern[str]],
+) -> list[Call]:
+    """Calls one after another: `head`, whose first group that is not empty is the name, JSON, and an end; ValueError
+    for anything else. ends: the pattern of the end behind a head.
+    """
+    calls, at = [], 0
+    while at < len(text.rstrip()):
+        begun = head.match(text, at)
+        if begun is None:
+            raise ValueError(f"no call at {at}")
+        at, arguments, end = begun.end(), None, ends(begun)
+        if text.startswith(("{", '"', "null"), at):
+            arguments, at = json_at(text, at)
+        ended = end.match(text, at)
+        if ended is None or (arguments is None and not ended[0].strip()):
+            raise ValueError(f"a call does not end at {at}")
+        at = ended.end()
+        calls.append(_named(next(filter(None, begun.groups())), arguments_of(arguments), schemas))
+    return _some(calls)
+
+
+_DEEPSEEK = re.compile(
+    r"\s*<｜tool▁call▁begin｜>\s*(?:\w+<｜tool▁sep｜>([^\s{<`]+)\s*```json\s*|([^\s{<`]+)\s*<｜tool▁sep｜>\s*)"
+)
+_DEEPSEEK_END = re.compile(r"\s*(?:<｜tool▁call▁end｜>|\Z)")
+_DEEPSEEK_BLOCK_END = re.compile(r"\s*```\s*(?:<｜tool▁call▁end｜>|\Z)")
+
+
+def _deepseek(text: str, schemas: Schemas) -> list[Call]:
+    """Of DeepSeek: function<sep>NAME and a JSON block (V3, R1), or NAME<sep>JSON (V3.1); else ValueError."""
+    return _headed(text, schemas, _DEEPSEEK, lambda head: _DEEPSEEK_BLOCK_END if head[1] else _DEEPSEEK_END)
+
+
+_KIMI = re.compile(
+    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"
+)
+_KIMI_END = re.compile(r"\s*(?:<\|tool_call_end\|>|\Z)")
+
+
+def _kimi(text: str, schemas: Schemas) -> list[Call]:
+    """Of Kimi K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>; else
+    ValueError.
+    """
+    return _headed(text, schemas, _KIMI, lambda head: _KIMI_END)
+
+
+_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
+
+
+def _mistral(text: str, schemas: Schemas) -> list[Call]:
+    """A JSON list (versions 3 to 7), or NAME[ARGS]JSON (11 and later); else ValueError."""
+    if re.match(r"\s*(\[\s*)?\{", text):
+        return _json_calls(text, schemas)
+    name = _NAME.match(text)
+    if name is None or not text.startswith(("{", '"'), name.end()):
+        raise ValueError("a call is a JSON list, or NAME[ARGS]JSON")
+    return [_named(name[1], arguments_of(json_value(text[name.end() :])), schemas)]
+
+
+def _python(text: str, schemas: Schemas) -> list[Call]:
+    """Python calls with literal keyword arguments: [f(a=1), g()], or one a line; else ValueError."""
+    calls = []
+    for line in statements(text):
+        if not isinstance(line, ast.Expr):
+            raise ValueError("a statement is no call")
+        for node in line.value.elts if isinstance(line.value, ast.List | ast.Tuple) else [line.value]:
+            if not isinstance(node, ast.Call) or node.args or not re.fullmatch(r"[\w.]+", ast.unparse(node.func)):
+                raise ValueError("a call is NAME(KEY=VALUE, ...)")
+            pairs = [(word.arg, literal(word.value)) for word in node.keywords if word.arg is not None]
+            if len(pairs) < len(node.keywords):
+                raise ValueError("**VALUES name no arguments")
+            calls.append(_named(ast.unparse(node.func), unique(pairs), schemas))
+    return _some(calls)
+
+
+# --- Gemma's notation
+
+_GEMMA_CALL = re.compile(r"\s*call:\s*([\w.-]+)\s*(?=\{)")
+_QUOTES = '<|"|>'
+_GEMMA_KEY = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|([^{}\[\],:<]+?))\s*:\s*', re.DOTALL)
+_GEMMA_WORD = re.compile(r"[^{}\[\],:<\"]+")
+_GEMMA_OPENS = re.compile(r'[{\[,]\s*(?:[^{}\[\],:<]+:\s*)?<\|"\|>')  # a text's beginning
+
+
+class _Gemma:
+    """Reads one object of the notation {key:value,...}, texts between <|"|>; ValueError for anything else."""
+
+    def __init__(self, text: str, at: int, known: Mapping[str, object] | None):
+        self._text, self.at, self._known = text, at, known
+        self._open: list[str] = []  # the ends of objects and lists around the place, the innermost last
+
+    def value(self) -> object:
+        sign = self._text[self.at : self.at + 1]
+        if self._text.startswith(_QUOTES, self.at):
+            return self._string()
+        if sign == "{":
+            return unique(self._items("}", self._pair))
+        if sign == "[":
+            return list(self._items("]", self.value))
+        if sign == '"':
+            value, self.at = json_at(self._text, self.at)
+            return value
+        word = _GEMMA_WORD.match(self._text, self.at)
+        if word is None:
+            raise ValueError(f"no value at {self.at}")
+        self.at = word.end()
+        return json_value(word[0])
+
+    def _items[T](self, closes: str, item: Callable[[], T]) -> Iterator[T]:
+        self._open.append(closes)
+        self._skip(1)
+        while not self._text.startswith(closes, self.at):
+            yield item()
+            self._skip()
+            if self._text.startswith(",", self.at):
+                self._skip(1)
+            elif not self._text.startswith(closes, self.at):
+                raise ValueError(f"no {closes} at {self.at}")
+        self._open.pop()
+        self.at += 1
+
+    def _skip(self, signs: int = 0) -> None:
+        self.at = after_spaces(self._text, self.at + signs)
+
+    def _pair(self) -> tuple[str, object]:
+        key = _GEMMA_KEY.match(self._text, self.at)
+        if key is None:
+            raise ValueError(f"no key at {self.at}")
+        self.at = key.end()
+        name = key[1] if key[1] is not None else bare_name(key[2], self._known if len(self._open) == 1 else None)
+        return name, self.value()
+
+    def _string(self) -> str:
+        """A text up to the first marks that have behind them what may follow."""
+        start = self.at + len(_QUOTES)
+        end = self._text.find(_QUOTES, start)
+        while end >= 0 and not self._may_end(end + len(_QUOTES)):
+            end = self._text.find(_QUOTES, end + 1)
+        text = self._text[start:end]
+        if end < 0 or (text.count(_QUOTES) % 2 and _GEMMA_OPENS.search(text)):
+            raise ValueError(f"the text at {start} has no end")
+        self.at = end + len(_QUOTES)
+        return text
+
+    def _may_end(self, at: int) -> bool:
+        """Whether a value may end before a place."""
+        closing = list(self._open)
+        while closing:
+            at = after_spaces(self._text, at)
+            sign = self._text[at : at + 1]
+            if sign == ",":
+                return closing[-1] == "]" or _GEMMA_KEY.match(self._text, at + 1) is not None
+            if sign != closing.pop():
+                return False
+            at += 1
+        return not self._text[at:].strip()
 
 
 def _gemma(text: str, schemas: Schemas) -> list[Call]:
     """Of Gemma 4: call:NAME{key:value,...}, texts between <|"|>; else ValueError."""
-    call = _GEMMA_CALL.fullmatch(text)
+    call = _GEMMA_CALL.match(text)
     if call is None:
         raise ValueError("a call is call:NAME{key:value,...}")
-    json_tokens, position, body = [], 0, call[2]
-    while position < len(body):
-        token = _GEMMA_TOKEN.match(body, position)
-        if token is None:
-            raise ValueError(f"the arguments {body!r} are malformed at {position}")
-        position = token.end()
-        word = token["word"]
-        is_key = word is not None and body.startswith(":", position)
-        json_tokens.append(token["sign"] or (word if word and not is_key else json.dumps(token["text"] or word or "")))
-    return [Call(call[1], arguments_of("".join(json_tokens)))]
+    reader = _Gemma(text, call.end(), properties_of(schemas.get(call[1])))
+    arguments = arguments_of(reader.value())
+    if text[reader.at :].strip():
+        raise ValueError(f"text after the arguments, at {reader.at}")
+    return [_named(call[1], arguments, schemas)]
 
 
 # The first form whose `source` a template has is taken. gpt-oss's calls are channels (`answers.py`).
@@ -338,7 +521,7 @@ FORMS = (
     ),
     CallForm("MiniMax <invoke>", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _invoked),
     CallForm("Seed <function=NAME>", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _xml),
-    CallForm("GLM <arg_key>", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _glm),
+    CallForm("GLM <arg_key>", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _glm, shows_end=False),
     CallForm("Qwen3-Coder <function=NAME>", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _xml),
     CallForm(
         "Hermes and Qwen <tool_call> JSON", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, body="object"

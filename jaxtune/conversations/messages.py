@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.conversations.call_ids import short_id
 from jaxtune.conversations.pictures import (
     PICTURE,
     TAG,
@@ -290,13 +292,39 @@ def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def for_template(messages: Iterable[Message], template: str) -> list[Message]:
-    """Messages from `read_messages` without training marks, and with thoughts under the key that `template` reads."""
+    """Messages from `read_messages` without training marks, with thoughts under the key that `template` reads, and with
+    ids that it takes.
+    """
+    if "[TOOL_CALLS]" in template:  # Mistral's, which have a rule for them
+        messages = _with_short_ids(messages)
     thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
     names = {"reasoning_content": "thinking"} if thinking else {}
     return [
         {names.get(key, key): value for key, value in in_parts(message).items() if key not in ("train", "train_detail")}
         for message in messages
     ]
+
+
+def _with_short_ids(messages: Iterable[Message]) -> list[Message]:
+    """The messages with an id of nine letters and digits for each call and result; without ids, results are those of
+    the calls before them, in order.
+    """
+    result, numbers, waiting = [], itertools.count(), []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            ids = [short_id(call["id"] if call.get("id") else f"call{next(numbers):05d}") for call in calls]
+            waiting = [(number, bool(call.get("id"))) for number, call in zip(ids, calls, strict=True)]
+            calls = [{**call, "id": number} for call, number in zip(calls, ids, strict=True)]
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            is_known = given is not None and any(number == short_id(given) for number, _ in waiting)
+            unnamed = [number for number, has_id in waiting if given is None or not has_id]
+            number = unnamed[0] if unnamed and not is_known else short_id(given or f"call{next(numbers):05d}")
+            waiting = [item for item in waiting if item[0] != number]
+            message = {**message, "tool_call_id": number}
+        result.append(message)
+    return result
 
 
 def in_parts(message: Message) -> Message:

@@ -4,6 +4,7 @@ is ignored, what cannot be followed is refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -15,6 +16,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jaxtune.conversations.call_turns import ways_to_write
 from jaxtune.conversations.calls import Schemas, schemas_of
 from jaxtune.conversations.messages import (
     ConversationError,
@@ -277,6 +279,10 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
         grammar = _call_grammar(values.tool_choice, schemas or {}, served, many_calls)
         rows = [dataclasses.replace(row, **grammar._asdict()) for row in request_values.rows]
         request_values = dataclasses.replace(request_values, rows=rows)
+    elif schemas and (first := request_values.rows[0]).grammar is not None:
+        grammar = _or_calls(_Grammar(first.grammar, first.grammar_bytes), schemas, served, many_calls)
+        rows = [dataclasses.replace(row, **grammar._asdict()) for row in request_values.rows]
+        request_values = dataclasses.replace(request_values, rows=rows)
     return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
 
 
@@ -313,6 +319,20 @@ class _Grammar(NamedTuple):
 
     grammar: str | None = None
     grammar_bytes: int = 0
+
+
+def _or_calls(answer: _Grammar, schemas: Schemas, served: Readable, many: bool) -> _Grammar:
+    """The grammar of an answer, or of calls in its place; ApiError (400)."""
+    grammar, reader = answer.grammar or "", served.reader(True)
+    calls, any_calls = reader.call_grammar(schemas, many, beside=True), reader.any_call_grammar()
+    if calls is not None and any_calls is not None:
+        with contextlib.suppress(ApiError):
+            return _followed(lambda: grammars.either(grammar, calls), "tools", served)
+        calls = None  # a schema of arguments that is not followed
+    either = calls or any_calls
+    if either is None:
+        return answer  # calls come before what follows the grammar
+    return _followed(lambda: grammars.either(grammar, either), "tools", served)
 
 
 def _grammar(body: _Body, served: Readable) -> _Grammar:
@@ -530,23 +550,27 @@ def _conversation(
     if continues and not turns[-1]["content"].strip():
         message = "continue_final_message = True: the last message has no text to continue"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    try:
-        prompt, pictures = picture_prompt(
-            tokenizer,
-            turns,
-            processor,
-            tools=tools,
-            arguments=arguments,
-            begins_answer=begins,
-            continues=continues,
-            max_tokens=length,
-        )
-    except TemplateError as error:
-        raise ApiError(
-            400, f"the chat template refuses these messages: {_words(error.__cause__ or error)}", "messages"
-        ) from error
-    except PictureError as error:
-        raise ApiError(400, f"messages: {_words(error)}", "messages", "invalid_value") from None
+    template, refusals = template_for(tokenizer.chat_template, tools) or "", []
+    for form in ways_to_write(turns, template):
+        try:
+            prompt, pictures = picture_prompt(
+                tokenizer,
+                form,
+                processor,
+                tools=tools,
+                arguments=arguments,
+                begins_answer=begins,
+                continues=continues,
+                max_tokens=length,
+            )
+            break
+        except TemplateError as error:
+            refusals.append(error)
+        except PictureError as error:
+            raise ApiError(400, f"messages: {_words(error)}", "messages", "invalid_value") from None
+    else:
+        message = f"the chat template refuses these messages: {_words(refusals[0].__cause__ or refusals[0])}"
+        raise ApiError(400, message, "messages") from refusals[0]
     return _short_enough(prompt.tolist(), length), picture_arrays(len(prompt), pictures, processor)
 
 

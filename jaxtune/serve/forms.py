@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import itertools
 import secrets
@@ -17,8 +18,8 @@ from jaxtune.serve.responses import Response
 from jaxtune.serve.served import ServedModel
 from jaxtune.serve.texts import Text
 
-# for each token, the most likely ones in its place: text, log-probability
-type _Ranked = list[list[tuple[str, float]] | None]
+# for each token, the most likely ones in its place: bytes, log-probability
+type _Ranked = list[list[tuple[bytes, float]] | None]
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON has no infinity
 
@@ -46,7 +47,11 @@ class _Choice:
         self._logprobs: list[float | None] = []  # None: of a prompt's first token
         # the most likely tokens at the position of each of these
         self._ranked: list[list[tuple[int, float]] | None] = []
+        self._shown = self._echo
         self._characters = 0  # before them
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = False  # whether a token with text has come, in the prompt or in the answer
+        self._passed = self._prompt_tokens = 0  # tokens whose characters are counted; of a prompt that is shown
         self.tokens = self.reused = 0
         self.reason: str | None = None
 
@@ -56,6 +61,7 @@ class _Choice:
         self._echo = ""
         if isinstance(piece, PromptScores):
             self._ids += self._row.prompt
+            self._prompt_tokens = len(self._row.prompt)
             self._logprobs += [None, *(max(value, _LEAST_LOGPROB) for value in piece.logprobs)]
             self._ranked += [None, *piece.top_logprobs]
             return pieces
@@ -66,9 +72,10 @@ class _Choice:
             self._ranked += piece.top_logprobs or [[] for _ in piece.ids]
         pieces += self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
         if piece.finish_reason is not None:
-            pieces += self._text.end()
+            ended = piece.finish_reason == "stop"
+            pieces += self._text.end(cut=not ended)
             self.reused = piece.reused
-            self.reason = "tool_calls" if self._text.calls else piece.finish_reason
+            self.reason = "tool_calls" if ended and self._text.calls else piece.finish_reason
         return pieces
 
     @property
@@ -84,37 +91,59 @@ class _Choice:
         """OpenAI's `logprobs` of all tokens since the last call, at least -9999; None if they are not asked for."""
         if not self._asked.logprobs:
             return None
-        form = _chat_logprobs if self._asked.form == "chat" else self._completion_logprobs
-        ranked = [
-            [(self._served.token_text(number), max(value, _LEAST_LOGPROB)) for number, value in tokens]
-            if tokens is not None
-            else None
-            for tokens in self._ranked
-        ]
-        result = form([*map(self._served.token_text, self._ids)], self._logprobs, ranked)
+        tokens, ranked, offsets = [], [], []
+        for number, candidates in zip(self._ids, self._ranked, strict=True):
+            self._begun = self._begun and self._passed != self._prompt_tokens  # an answer is decoded alone
+            bytes_of = self._served.token_bytes if self._begun else self._served.token_bytes.alone
+            tokens.append(bytes_of(number))
+            ranked.append(
+                candidates and [(bytes_of(candidate), max(value, _LEAST_LOGPROB)) for candidate, value in candidates]
+            )
+            offsets.append(self._characters)
+            self._pass(number, tokens[-1])
+        is_chat = self._asked.form == "chat"
+        form = _chat_logprobs if is_chat else functools.partial(_completion_logprobs, offsets, self._row.top_logprobs)
+        result = form(tokens, self._logprobs, ranked)
         self._ids, self._logprobs, self._ranked = [], [], []
         return result
 
-    def _completion_logprobs(
-        self, tokens: list[str], logprobs: list[float | None], ranked: _Ranked
-    ) -> dict[str, object]:
-        """The `logprobs` object of /v1/completions; ranked: for each token [(text, log-probability)]."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._characters)
-            self._characters += len(token)
-        # Of tokens with the same text the most likely one, which comes first, is kept.
-        top = [candidates and dict(reversed(candidates)) for candidates in ranked] if self._row.top_logprobs else None
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+    def _pass(self, token: int, utf8: bytes) -> None:
+        """Counts the characters of a token; a special one has none, unless the prompt is shown with it."""
+        self._passed += 1
+        if token not in self._served.token_bytes.specials:
+            self._begun = True
+            self._characters += len(self._decoder.decode(utf8))
+        elif self._shown.startswith(text := utf8.decode(errors="replace"), self._characters):
+            self._characters += len(text)
 
 
-def _chat_logprobs(tokens: list[str], logprobs: list[float | None], ranked: _Ranked) -> dict[str, object]:
-    """The `logprobs` object of /v1/chat/completions. ranked: as in _completion_logprobs."""
+def _completion_logprobs(
+    offsets: list[int], top_logprobs: int, tokens: list[bytes], logprobs: list[float | None], ranked: _Ranked
+) -> dict[str, object]:
+    """The `logprobs` object of /v1/completions. offsets: characters before each token."""
 
-    def entry(token: str, logprob: float | None) -> dict[str, object]:
-        is_text = "\ufffd" not in token  # a part of a character has no text of its own
-        utf8 = list(token.encode("utf-8", "replace")) if is_text else None
-        return {"token": token, "logprob": logprob, "bytes": utf8}
+    def text(token: bytes) -> str:
+        try:
+            return token.decode()
+        except UnicodeDecodeError:  # a part of a character, as OpenAI writes it
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+    # Of tokens with the same text the most likely one, which comes first, is kept.
+    top = [candidates and {text(token): value for token, value in reversed(candidates)} for candidates in ranked]
+    texts = [*map(text, tokens)]
+    return {
+        "tokens": texts,
+        "token_logprobs": logprobs,
+        "top_logprobs": top if top_logprobs else None,
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(tokens: list[bytes], logprobs: list[float | None], ranked: _Ranked) -> dict[str, object]:
+    """The `logprobs` object of /v1/chat/completions."""
+
+    def entry(token: bytes, logprob: float | None) -> dict[str, object]:
+        return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
 
     content = [
         entry(token, logprob) | {"top_logprobs": [entry(*candidate) for candidate in top or ()]}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from jaxtune.conversations.answers import AnswerReader
 from jaxtune.conversations.messages import template_for
 from jaxtune.conversations.picture_processors import PictureReader
+from jaxtune.conversations.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
@@ -162,13 +163,5 @@ class ServedModel:
         return [dataclasses.replace(row, constraint=constraint(row)) for row in rows]
 
     @functools.cached_property
-    def _texts(self) -> dict[int, str]:
-        return {}
-
-    def token_text(self, token: int) -> str:
-        """The text of one token alone: U+FFFD for a part of a character, a special token's own text."""
-        text = self._texts.get(token)
-        if text is None:
-            text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            self._texts[token] = text
-        return text
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.tokenizer)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Callable, Sequence
 
 from jaxtune.conversations.answers import AnswerStream, Pieces, overlap
-from jaxtune.conversations.calls import Call
+from jaxtune.conversations.call_ids import new_id
+from jaxtune.conversations.calls import Call, json_text
 
 _PART_OF_CHARACTER = "\ufffd"  # what a decoder gives for bytes of a character whose other bytes follow
 
@@ -65,14 +64,14 @@ class Text:
         self._ids += ids
         return []
 
-    def end(self) -> Pieces:
-        """Returns what was not returned yet, and sets `calls`."""
+    def end(self, cut: bool = False) -> Pieces:
+        """Returns what was not returned yet, and sets `calls`. cut: the row did not end by itself."""
         text = self._text if self._known == len(self._ids) else self._decode(self._ids)
         start = self._stops_from()
         offsets = [offset for offset in (text.find(stop, start) for stop in self._stops) if offset >= 0]
         pieces = self._new_pieces(text[: min(offsets)] if offsets else text)
         if self._stream is not None:
-            pieces += self._stream.end()
+            pieces += self._stream.end(cut)
             self.calls = [_openai_call(call) for call in self._stream.calls]
         return pieces
 
@@ -89,5 +88,5 @@ class Text:
 
 
 def _openai_call(call: Call) -> dict[str, object]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    function = {"name": call.name, "arguments": json_text(call.arguments)}
+    return {"id": new_id(), "type": "function", "function": function}

@@ -23,7 +23,9 @@ from jaxtune.models.generation.requests import _accepted, accept_all, fill_masks
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.served import Readable, ServedModel
+from tests.conversations.test_calls import SOURCES, as_object, written
 from tests.serve.running import BASE, ask, engine_of, events, served_models, serving
+from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer
 
 pytest.importorskip("llguidance")
 from jaxtune.models.generation import grammars
@@ -280,6 +282,48 @@ def test_calls_of_each_family_are_read_again(tokenizer, compiler, form, many):
                 ended += 1
                 break
     assert ended >= 3
+
+
+FORMATS = {
+    '{"b": 1}': {"response_format": {"type": "json_object"}},
+    '{"name": "Anna", "parameter": {}}': {"response_format": {"type": "json_object"}},
+    "aab": {"structured_outputs": {"regex": "a+b"}},
+    "ja": {"structured_outputs": {"choice": ["ja", "nein"]}},
+}
+
+
+@pytest.mark.parametrize("said", FORMATS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_calls_stay_possible_beside_an_answers_form(name, said):
+    """A model that may call tools writes an answer of the form, or calls, and nothing else."""
+    places = f"{{% if false %}}{SOURCES[name]} tools{{% endif %}}{PLAIN_TEMPLATE}"
+    served = Readable("m", made := make_tokenizer(places))
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    if not name.startswith("Llama"):  # one whose arguments' schema is not followed
+        tool["function"]["parameters"] = parameters | {
+            "properties": {"at": {"type": "string"}, "x": {"uniqueItems": True}}
+        }
+    asked = {"model": "m", "messages": QUESTION, "tools": [tool]} | FORMATS[said]
+    assert read_chat(asked, {"m": served}, {"m": 9999}).rows[0].grammar is not None
+    tool["function"]["parameters"] = parameters
+    grammar = read_chat(asked, {"m": served}, {"m": 9999}).rows[0].grammar
+    call = written(name, "look", {"at": "Paris"})
+    form = next((form for form in FORMS if form.name == name), None)
+    if form is None:  # gpt-oss calls before the text that follows the grammar
+        assert grammar == read_chat({**asked, "tools": None}, {"m": served}, {"m": 9999}).rows[0].grammar
+        return
+    if form.body:
+        call = as_object("look", {"at": "Paris"}, "parameters" if form.leading else "arguments")
+        call = form.opens + (f"[{call}]" if form.body == "list" else call) + form.closes
+    compiler = grammars.Grammars(made, [made.eos_token_id], len(made))
+    for text, allowed in ((call, True), (said, True), ("It is", False)):
+        rule, follows = compiler.constraint(grammar), True
+        for token in made(text, add_special_tokens=False)["input_ids"]:
+            mask = rule.mask()
+            follows = follows and bool(mask[token // 32] >> (token % 32) & 1)
+            rule.accept([token]) if follows else None
+        assert follows == allowed, (text, call)
 
 
 # ---- thoughts

@@ -13,7 +13,8 @@ from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.requests import Piece, StopStrings
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.errors import encoded
-from jaxtune.serve.forms import Answer
+from jaxtune.serve.forms import Answer, ResponsesAnswer
+from jaxtune.serve.responses import read_responses
 from jaxtune.serve.served import Tokenizer
 from jaxtune.serve.texts import Text
 from tests.serve.running import BASE, stub_model
@@ -145,6 +146,45 @@ def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
     chunks = Answer(asked, served).chunks(0, Piece(0, ids, [0.0] * len(ids), "stop"))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["tool_calls"][0]["index"] == 0 and deltas[1] == {} and len(deltas) == 2
+
+
+@pytest.mark.parametrize("form", ["chat", "responses"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("after", ["", "\n", " and", '<tool_call>{"name": "no"', None])
+def test_length_wins_over_calls(tokenizer, form, stream, reason, after):
+    """Calls that ended are handed out; one that max_tokens cut is text. after: None: the mark that ends it is cut."""
+    served = stub_model("m", None, _Turns(tokenizer))
+    models, lengths = {"m": served.readable}, {"m": 1000}
+    text = f"<tool_call>{CALLS[0][0]}</tool_call>" + (after or "")
+    text = text.removesuffix("call>") if after is None else text
+    piece = Piece(0, ids := tokenizer(text)["input_ids"], [0.0] * len(ids), reason)
+    if form == "responses":
+        tool = {"type": "function", "name": "add", "parameters": {}}
+        body = {"model": "m", "input": "x", "tools": [tool], "stream": stream}
+        answer = ResponsesAnswer(read_responses(body, models, lengths), served)
+        if stream:
+            [*_, last] = [*answer.first_chunks(), *answer.chunks(0, piece), *answer.last_chunks()]
+            whole = last["response"]
+        else:
+            answer.add(0, piece)
+            whole = answer.whole()
+        ended = whole["status"] == ("incomplete" if reason == "length" else "completed")
+        count = sum(item["type"] == "function_call" for item in whole["output"])
+    else:
+        tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [tool], "stream": stream}
+        answer = Answer(read_chat(body, models, lengths), served)
+        if stream:
+            choices = [chunk["choices"][0] for chunk in answer.chunks(0, piece)]
+            count = sum(len(choice["delta"].get("tool_calls", ())) for choice in choices)
+        else:
+            answer.add(0, piece)
+            choices = answer.whole()["choices"]
+            count = len(choices[0]["message"].get("tool_calls", ()))
+        ended = choices[-1]["finish_reason"] == ("length" if reason == "length" else "tool_calls" if count else "stop")
+    is_whole = after is not None and (reason == "length" or "<" not in after)
+    assert ended and count == is_whole
 
 
 def test_numbers_that_json_has_no_words_for_are_null():

@@ -101,6 +101,18 @@ def _require_few(kind: str, count: int) -> None:
         raise ValueError(f"there are {count:,} {kind}; at most {_MOST_RULES:,} are followed: leave some out")
 
 
+def either(answer: str, calls: str) -> str:
+    """Of texts of one of two grammars. ValueError if they are too large together.
+
+    answer: of one of these functions.
+    calls: in llguidance's Lark.
+    """
+    first, *more = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    choice = {"lark_grammar": "start: @either_answer | @either_calls"}
+    named = [{**first, "name": "either_answer"}, {"lark_grammar": calls, "name": "either_calls"}]
+    return checked(json.dumps({"grammars": [choice, *named, *more]}))
+
+
 def checked(grammar: str) -> str:
     """The grammar; ValueError if llguidance cannot follow it."""
     if len(grammar) > _MOST_BYTES:

@@ -414,10 +414,11 @@ class ToolTurns:
     def _called(self, dialogue: _Dialogue) -> ToolCalls | None:
         """Ends a turn and begins its calls; None if the answer is complete: no calls, the most turns or tokens."""
         turn = self.sampling.without_end(dialogue.answer.ids[dialogue.began :])
-        message, calls = self.format.parsed(turn, self.tools.parameters(dialogue.columns))
+        cut = dialogue.answer.finish_reason == "length"
+        message, calls = self.format.parsed(turn, self.tools.parameters(dialogue.columns), cut)
         dialogue.messages.append(message)
         over = self.most_iterations is not None and dialogue.turns >= self.most_iterations
-        if not calls or over or dialogue.answer.finish_reason == "length":
+        if not calls or over or cut:
             return None
         dialogue.turns += 1
         dialogue.calls += len(calls)

@@ -57,11 +57,11 @@ class ToolFormat:
         """Text with special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:
+    def parsed(self, ids: Sequence[int], schemas: Schemas, cut: bool = False) -> tuple[Message, list[Call]]:
         """(Message, its calls) of one turn's ids without its end; malformed calls are text. schemas: {tool: JSON schema
-        of its parameters}.
+        of its parameters}; cut: the turn did not end by itself.
         """
-        answer = self.reader.read(ids, schemas, self._opening)
+        answer = self.reader.read(ids, schemas, self._opening, cut=cut)
         return answer.message, list(answer.calls)
 
     def suffix(self, messages: Sequence[Message]) -> list[int]:
