@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import secrets
@@ -325,14 +326,13 @@ def _or_calls(answer: _Grammar, schemas: Schemas, served: Readable, many: bool) 
     """The grammar of an answer, or of calls in its place; ApiError (400)."""
     grammar, reader = answer.grammar or "", served.reader(True)
     calls, any_calls = reader.call_grammar(schemas, many, beside=True), reader.any_call_grammar()
-    if calls is not None and any_calls is not None:
-        with contextlib.suppress(ApiError):
-            return _followed(lambda: grammars.either(grammar, calls), "tools", served)
-        calls = None  # a schema of arguments that is not followed
-    either = calls or any_calls
-    if either is None:
+    choices = [choice for choice in (calls, any_calls) if choice is not None]
+    for choice in choices[:-1]:
+        with contextlib.suppress(ApiError):  # a schema of arguments that is not followed
+            return _followed(functools.partial(grammars.either, grammar, choice), "tools", served)
+    if not choices:
         return answer  # calls come before what follows the grammar
-    return _followed(lambda: grammars.either(grammar, either), "tools", served)
+    return _followed(functools.partial(grammars.either, grammar, choices[-1]), "tools", served)
 
 
 def _grammar(body: _Body, served: Readable) -> _Grammar:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 
 from jaxtune.conversations.ends import ends_in_words
 from jaxtune.models.decoder import Decoder
@@ -368,7 +369,7 @@ class Trainer:
 
     def _begun(
         self, handed: Handover[TrainState | None], start: int, monitor: Monitor, stop
-    ) -> tuple[Programs, Leaves[TrainState], Leaves[Sums], Leaves[Any]]:
+    ) -> tuple[Programs, Leaves[TrainState], Leaves[Sums], Leaves[nnx.State]]:
         """What the steps take, which nobody else then has."""
         with stop.at_once():
             programs, state, sums, frozen = self._start(handed.take(), start, monitor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import time
 
 import pytest
 from hypothesis import given
@@ -59,27 +58,25 @@ def test_who_asks_is_seen_before_a_body_is_read():
 
 
 def test_slow_bodies_of_one_client_stop_no_other(monkeypatch):
-    monkeypatch.setattr(readers, "_SECONDS", 2.0)
+    monkeypatch.setattr(readers, "_SECONDS", 5.0)
     tokenizer = copy.deepcopy(served_models()["base"].tokenizer)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     vars(tokenizer)["chat_template"] = endless
     slow = {"model": "base", "messages": [{"role": "user", "content": "a"}], "user": "slow"}
 
-    async def ask(own: Readers) -> float:
+    async def ask(own: Readers) -> None:
         path, lengths = "/v1/chat/completions", {"base": 256}
         warm = await own.read("/tokenize", b'{"model": "base", "prompt": "a"}', lengths)
         assert warm
         many = [asyncio.ensure_future(own.read(path, json.dumps(slow).encode(), lengths)) for _ in range(2)]
         await asyncio.sleep(0.1)
-        began = time.monotonic()
         for _ in range(3):
             assert await own.read("/tokenize", b'{"model": "base", "prompt": "a"}', lengths)
-        took = time.monotonic() - began
+        assert not many[0].done()
         many[1].cancel()
-        with pytest.raises(ApiError, match="longer than 2 s"):
+        with pytest.raises(ApiError, match="longer than 5 s"):
             await many[0]
-        return took
 
     with Readers(2) as own:
         own.serve({"base": Readable("base", tokenizer)})
-        assert asyncio.run(ask(own)) < 2.0
+        asyncio.run(ask(own))

@@ -72,10 +72,9 @@ class Process:
             raise
         if message is None:
             raise Elsewhere(f"the process of {name} ended{self._how()}")
-        try:
+        its_number = None
+        with contextlib.suppress(Exception):  # the function may have written it
             its_number, is_right, value = pickle.loads(message)
-        except Exception:  # the function wrote it
-            its_number, is_right, value = None, False, ()
         if its_number != number:
             self.end()
             raise Elsewhere(f"the process of {name} sent what is no answer to this call, and was ended")
