@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import itertools
 import json
 import secrets
@@ -40,6 +39,7 @@ from jaxtune.serve.served import SETTINGS, Readable
 from jaxtune.serve.trials import tried
 
 _MOST_ANSWERS = 128  # to one request
+_MOST_PASSED = 64  # grammars that a reader need not try again
 _MOST_STOP = 256  # characters of a stop string, for which each new token is searched
 _MOST_STOP_TOKENS = 64
 _MOST_SHOWN = 80  # characters of a client's value in an error
@@ -312,7 +312,7 @@ def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, 
     if lark is None:
         message = f"tool_choice: the calls of {served.name} are no JSON, so they cannot be required: use auto"
         raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-    return _followed(lambda: grammars.lark_grammar(lark), "tools", served)
+    return _followed(grammars.lark_grammar, (lark,), "tools", served)
 
 
 class _Grammar(NamedTuple):
@@ -329,10 +329,10 @@ def _or_calls(answer: _Grammar, schemas: Schemas, served: Readable, many: bool) 
     choices = [choice for choice in (calls, any_calls) if choice is not None]
     for choice in choices[:-1]:
         with contextlib.suppress(ApiError):  # a schema of arguments that is not followed
-            return _followed(functools.partial(grammars.either, grammar, choice), "tools", served)
+            return _followed(grammars.either, (grammar, choice), "tools", served)
     if not choices:
         return answer  # calls come before what follows the grammar
-    return _followed(functools.partial(grammars.either, grammar, choices[-1]), "tools", served)
+    return _followed(grammars.either, (grammar, choices[-1]), "tools", served)
 
 
 def _grammar(body: _Body, served: Readable) -> _Grammar:
@@ -344,35 +344,45 @@ def _grammar(body: _Body, served: Readable) -> _Grammar:
             message = "structured_outputs: give one of json, regex, choice and grammar, and no response_format"
             raise ApiError(400, message, "structured_outputs", "invalid_value")
         [(kind, value)] = asked.items()
-        makes: dict[str, Callable[[], str]] = {
-            "json_": lambda: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
-            "json_object": lambda: grammars.json_grammar({"type": "object"}),
-            "regex": lambda: grammars.regex_grammar(value),
-            "choice": lambda: grammars.choice_grammar(value),
-            "grammar": lambda: grammars.lark_grammar(value),
+        makes: dict[str, Callable[..., str]] = {
+            "json_": lambda value: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
+            "json_object": lambda _: grammars.json_grammar({"type": "object"}),
+            "regex": grammars.regex_grammar,
+            "choice": grammars.choice_grammar,
+            "grammar": grammars.lark_grammar,
         }
-        return _followed(makes[kind], "structured_outputs", served)
+        return _followed(makes[kind], (value,), "structured_outputs", served, kind)
     if form is None or form.type == "text":
         return _Grammar()
     if (form.type == "json_schema") != (form.json_schema is not None):
         message = f"response_format.json_schema: goes with type json_schema, and the type is {form.type}"
         raise ApiError(400, message, "response_format", "invalid_value")
     schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-    return _followed(lambda: grammars.json_grammar(schema), "response_format", served)
+    return _followed(grammars.json_grammar, (schema,), "response_format", served)
 
 
-def _followed(make: Callable[[], str], key: str, served: Readable) -> _Grammar:
-    """The grammar, after it was made and compiled in a process that may die; ApiError (400)."""
+def _followed[*Asked](
+    make: Callable[[*Asked], str], asked: tuple[*Asked], key: str, served: Readable, kind: str = ""
+) -> _Grammar:
+    """make(*asked), after it was made and compiled in a process that may die, once for clients who ask for the same;
+    ApiError (400).
+    """
 
     def work() -> tuple[str, object]:
-        grammar = make()
+        grammar = make(*asked)
         return grammar, compiler.begun(grammar)
 
     try:
         if not served.vocab_size:
-            return _Grammar(make())
+            return _Grammar(make(*asked))
+        known = kind or make.__name__, json.dumps(asked)
+        if (passed := served.passed.get(known)) is not None:
+            return _Grammar(*passed)
         compiler = served.grammars  # made here, as a child would lose it
-        return _Grammar(*tried(work))
+        if len(served.passed) >= _MOST_PASSED:
+            served.passed.clear()
+        served.passed[known] = grammar = _Grammar(*tried(work))
+        return grammar
     except (ValueError, TypeError, RecursionError) as error:
         raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
 

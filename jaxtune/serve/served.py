@@ -68,6 +68,8 @@ class Readable:
     why_no_pictures: str = "it was loaded without its tower"
     ends: tuple[int, ...] = ()  # ids of the tokens that end an answer
     vocab_size: int = 0  # the model's; 0: there is none, and no answer
+    # {what a client asked for: (grammar, bytes)} that passed its trial here
+    passed: dict[tuple[str, str], tuple[str | None, int]] = dataclasses.field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def grammars(self) -> Grammars:
