@@ -33,7 +33,8 @@ def ci(tmp_path):
     """Runs .ci/run with a suite that fails or skips a test: (exit status, suites that ran, what it printed)."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / "scripts").mkdir()
-    for name in (".ci/run", ".ci/allowed_skips.txt", "scripts/check_skips.py", "scripts/show_failures.py"):
+    scripts = (f"scripts/{name}.py" for name in ("card_age", "check_skips", "show_failures"))
+    for name in (".ci/run", ".ci/allowed_skips.txt", *scripts):
         shutil.copy(ROOT / name, tmp_path / name)
     for name, text in (
         ("stand_ins/make", MAKE),
