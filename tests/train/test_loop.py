@@ -93,9 +93,9 @@ def config_of(folder, log=1, saves=None, evaluates=None, **changes):
     )
 
 
-def run(folder, programs, wishes, bad=(), at_once=False, idle=None, stays=None, stays_first=False, **settings):
+def run(folder, programs, wishes, bad=(), at_once=False, stays=None, stays_first=False, **settings):
     """(events, dispatches and reads, lines of metrics.jsonl without times, saved steps, why it stopped) of a run. bad:
-    steps (from 1) whose loss is not finite. idle: the step whose gradients are zero. at_once: waits for each step."""
+    steps (from 1) whose loss is not finite. at_once: waits for each step."""
     seen, launched, stopped = [], [], None
     callbacks: list[Callback] = [Watch(seen, wishes)]
     if stays is not None:
@@ -108,9 +108,6 @@ def run(folder, programs, wishes, bad=(), at_once=False, idle=None, stays=None, 
         if step in bad:
             bad_sums = dataclasses.replace(sums.tree, loss=sums.tree.loss * float("nan"))
             sums = trainer.engine.flat(state.tree, bad_sums)[1]
-        if step == idle:
-            no_gradients = jax.tree.map(lambda sum: 0.0 * sum, sums.tree.gradients)
-            sums = trainer.engine.flat(state.tree, dataclasses.replace(sums.tree, gradients=no_gradients))[1]
         result = programs.update(state, sums)
         launched.append(("dispatched", step))
         return result
