@@ -47,14 +47,6 @@ def dense(hidden, head, targets, weights, soft_cap=None, logit_scale=1.0, label_
     return loss, dlogits @ head, np.einsum("btv,btd->vd", dlogits, hidden)
 
 
-def hidden_terms(hidden, head, targets, weights):
-    """Sums of the absolute terms of dhidden."""
-    hidden, head, weights = (np.asarray(a, np.float64) for a in (hidden, head, weights))
-    exponential = np.exp(hidden @ head.T)
-    dlogits = exponential / exponential.sum(-1, keepdims=True) - np.eye(head.shape[0])[np.asarray(targets)]
-    return np.abs(dlogits * weights[..., None]) @ np.abs(head)
-
-
 def value_and_gradients(arguments, dloss=1.0, **options):
     """(loss sum, count, dhidden, dhead), the loss scaled by dloss on the way back."""
 
@@ -106,13 +98,10 @@ def test_gradients_follow_the_cotangent():
 def test_hidden_gradients_do_not_depend_on_the_chunk():
     arguments = operands()
     whole = value_and_gradients(arguments)
-    # Each number is a sum over the vocabulary, which a GPU adds in another order for other shapes: it is rounded as its
-    # terms are, although they may cancel.
-    terms = hidden_terms(*arguments)
     for chunk_tokens in (2, 6, 18):
         chunked = value_and_gradients(arguments, chunk_tokens=chunk_tokens)
         np.testing.assert_allclose(chunked[0], whole[0], rtol=2e-7)  # one sum over the same terms
-        assert (np.abs(chunked[2] - whole[2]) <= 5e-7 * terms).all()
+        np.testing.assert_allclose(chunked[2], whole[2], rtol=1e-6, atol=1e-7)
 
 
 def test_a_token_of_weight_zero_has_no_part():
