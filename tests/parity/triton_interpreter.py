@@ -46,19 +46,20 @@ def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, a
     return [_to_jax(tensor) for tensor in outputs]
 
 
-_DOT = interpreter.InterpreterBuilder.create_dot
+def _numbers(side):
+    """The interpreter holds bfloat16 and e4m3 as their bits, in integers, and would multiply these."""
+    if side.dtype.scalar == tl.bfloat16:
+        return side.data.view(jnp.bfloat16)
+    if side.dtype.scalar == tl.float8e4nv:
+        return side.data.view(jnp.float8_e4m3fn)
+    return side.data
 
 
-def _dot(self, a, b, *others):
-    """The interpreter holds bfloat16 as its bits, in 16-bit integers, and would multiply these."""
-
-    def numbers(side):
-        if side.dtype.scalar != tl.bfloat16:
-            return side
-        bits = side.data.view(np.uint16).astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    return _DOT(self, numbers(a), numbers(b), *others)
+def _dot(self, a, b, d, *_):
+    """In float64: a float32 product of numpy has other bits with another number of rows, on some processors."""
+    wide = np.int64 if d.dtype.scalar.is_int() else np.float64
+    product = np.matmul(_numbers(a).astype(wide), _numbers(b).astype(wide)).astype(d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 _CONVERT = interpreter._convert_float
