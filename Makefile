@@ -1,5 +1,7 @@
 # Everything runs in .venv, made on first use by scripts/setup_env.sh with pip and constraints.txt.
 PY := .venv/bin/python
+PARITY_PY := .venv-parity/bin/python
+AOT_PY := .venv-aot/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help env env-parity env-aot env-docs docs quickstart quickstart-base quickstart-picture-base quick test golden parity aot full gpu-test card llama-cpp lint types clean
@@ -50,13 +52,13 @@ golden: env  ## what the engine computes and chooses, against the record (tests/
 	$(PY) $(RUN) tests/golden
 
 parity: env-parity  ## checks against torch, transformers, peft, trl and bitsandbytes (3 GB environment)
-	.venv-parity/bin/python $(RUN) tests/parity
+	$(PARITY_PY) $(RUN) tests/parity
 
 aot: env-aot  ## compile the GPU programs without a GPU
-	.venv-aot/bin/python $(RUN) tests/gpu/aot
+	$(AOT_PY) $(RUN) tests/gpu/aot
 
 full: env env-parity env-aot  ## every case of test, golden, parity and aot: hours; writes benchmarks/results/full_tests.json
-	$(PY) scripts/full_tests.py
+	$(PY) -m scripts.full_tests
 
 GPU_PY ?= python3
 gpu-test:  ## on a Hopper GPU: every op's tests over the kernels themselves, and the tiny models against transformers

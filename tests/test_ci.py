@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from scripts.full_tests import counts
+from scripts import full_tests
 from scripts.sizes import CLASS_LINES, FUNCTION_LINES, large
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,10 +88,71 @@ def test_hosted_jobs_run_the_same_targets():
     assert {target for command in commands for target in command[1:]} == {"types", "docs", "lint", *SUITES} <= targets
 
 
-def test_the_tests_of_a_report_are_counted(tmp_path):
-    report = tmp_path / "report.xml"
-    report.write_text('<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>')
-    assert counts(report) == {"passed": 3, "failed": 3, "skipped": 3}
+OUTCOMES = """
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError("after it")
+
+def test_good(): ...
+def test_bad(): assert False
+def test_after(broken): ...
+def test_no():
+    pytest.skip("no such thing")
+"""
+
+
+@pytest.fixture
+def full(tmp_path, monkeypatch):
+    """Runs a suite of tmp_path/test_it.py as `make full` runs its own: the record."""
+    monkeypatch.setattr(full_tests, "KEPT", tmp_path / "kept")
+    (tmp_path / "make").write_text(
+        f"#!/bin/sh\nfor word; do case $word in PYTEST_ARGS=*) words=${{word#*=}};; esac; done\n"
+        f'cd "{tmp_path}" && exec env PYTHONPATH="{ROOT}" "{sys.executable}" -m pytest -q -n 2 $words test_it.py\n'
+    )
+    (tmp_path / "make").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "")
+
+    def run(text, *words, commit="a"):
+        (tmp_path / "test_it.py").write_text(text)
+        monkeypatch.setenv("JAXTUNE_COMMIT", commit)
+        status = full_tests.main(["--suites", "test", "--output", str(tmp_path / "record.json"), *words])
+        return status, json.loads((tmp_path / "record.json").read_text())["suites"]["test"]
+
+    return run
+
+
+def test_the_whole_suite_goes_on_where_it_was_and_says_what_failed(full):
+    status, numbers = full(OUTCOMES)
+    assert status == 1
+    assert [numbers[name] for name in ("passed", "failed", "skipped", "not_run")] == [1, 2, 1, 0]
+    assert {name.split("::")[1] for name in numbers["failures"]} == {"test_bad", "test_after"}
+    assert numbers["skips"] == {"Skipped: no such thing": 1}
+    fails = OUTCOMES.replace("def test_good(): ...", "def test_good(): assert False")
+    mended = fails.replace("def test_bad(): assert False", "def test_bad(): ...")
+    status, numbers = full(mended, "--again")
+    assert [numbers[name] for name in ("passed", "failed", "skipped", "not_run")] == [2, 1, 1, 0]
+    status, numbers = full(fails, commit="b")
+    assert numbers["passed"] == 0 and numbers["failed"] == 3
+
+
+def test_a_suite_that_runs_out_of_time_is_not_green(full, monkeypatch):
+    ends = full_tests.wait
+
+    def after_the_first(process, seconds):
+        while not full_tests.outcomes("test"):
+            time.sleep(0.05)
+        ends(process, 0)
+
+    monkeypatch.setattr(full_tests, "wait", after_the_first)
+    status, numbers = full("import time\ndef test_a(): ...\ndef test_b(): time.sleep(600)\n")
+    assert status == 1 and numbers["not_run"] == 1 and numbers["passed"] == 1
+    monkeypatch.setattr(full_tests, "wait", ends)
+    status, numbers = full("def test_a(): assert False\ndef test_b(): ...\n")
+    assert status == 0 and numbers["passed"] == 2
 
 
 def test_large_definitions_are_listed_by_their_code():
