@@ -74,11 +74,12 @@ def streamed_bytes(costs: StepParts, kept, backward, device: Device) -> tuple:
 
       kept, backward: bytes and seconds of layers, numbers or arrays.
     """
-    layer, next_layer, early = costs.moved.streaming
+    layer, next_layer, piece = costs.moved.streaming
     if not layer:
         return 0.0, 0.0, 0.0
-    late = next_layer * np.minimum(next_layer / (device.link * backward), 1.0) if device.link else next_layer
-    return layer, layer + np.maximum(next_layer - kept, 0.0), layer + np.maximum(late, early)
+    late = next_layer / (device.link * backward) if device.link else 1.0
+    arrived = np.minimum(next_layer * late + piece, next_layer)  # whole matrices arrive
+    return layer, layer + np.maximum(next_layer - kept, 0.0), layer + arrived
 
 
 def head_forecast(costs: StepParts, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:

@@ -59,6 +59,8 @@ CONFIGS = [
     ("llama-3.1-8b", 4, 8, 2048, 16, None, "0-1: recompute, query=offload, key=offload; 2-3: keep; streamed=4"),
     ("llama-3.1-8b", 4, 8, 2048, 16, None, "recompute; streamed=4"),
     ("llama-3.1-8b", 4, 2, 2048, 16, None, "recompute; streamed=4"),
+    ("llama-3.1-8b", 8, 4, 2048, 16, None, "recompute; streamed=8"),
+    ("llama-3.1-8b", 8, 4, 2048, 16, None, "recompute, layer_input=offload; streamed=8"),
     ("qwen3-30b-a3b", 2, 32, 2048, 16, None, "recompute, layer_input=offload; streamed=2"),
     # Attention is computed again after the backward of experts that are decoded.
     ("gpt-oss-120b", 2, 16, 2048, 16, "mxfp4", "recompute, mid=keep; streamed=2"),

@@ -59,7 +59,7 @@ class Streamed(Movable):
 
     def _arriving(self, own: float, following: float) -> tuple[float, float, float]:
         """Moved.streaming. Experts come nearly at once: one array has most of them, and is copied in one piece."""
-        return own, following, following if self.one_piece > 0.5 else 0.0
+        return own, following, following * (1.0 if self.one_piece > 0.5 else self.one_piece)
 
     def placed[P: StepParts](self, costs: P, level: int) -> P:
         size, largest = self._bytes(level), max(self.layer_bytes)
