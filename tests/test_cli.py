@@ -15,6 +15,7 @@ import pytest
 import jaxtune
 from jaxtune import cli
 from jaxtune.models.lora import linears
+from jaxtune.pallas import targets
 from jaxtune.train.config.file import config_keys, packaged_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -278,7 +279,7 @@ def test_there_is_nothing_to_tune_without_a_hopper_gpu(capsys):
 @pytest.mark.full
 def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch, tmp_path, capsys):
     """On a GPU of this test's making: the interpreter runs the kernels, a table is the clock."""
-    from jaxtune.pallas import dispatch, gpu_kernel, tuning
+    from jaxtune.pallas import gpu_kernel, tuning
     from jaxtune.pallas.attention import tune as attention_tune
 
     lean = dict(own=64, step=64, stages=2, turns=False, lean=True)
@@ -287,8 +288,8 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
     times = iter([3.0, 2.0, 2.0, 3.0])
     monkeypatch.setattr(attention_tune, "candidates", lambda kernel, dim: [plain, broken, lean])
     monkeypatch.setattr(tuning, "_milliseconds", lambda programs: [next(times) for _ in programs])
-    monkeypatch.setattr(dispatch, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(targets, "here", lambda: targets.HOPPER)
+    monkeypatch.setattr(targets, "device_kind", lambda: "NVIDIA H200")
     output = tmp_path / "nvidia_h200.json"
     shape = ["--head-dim", "64", "--heads", "2", "--kv-heads", "1", "--rows", "1", "--length", "128"]
     shape += ["--window", "50", "--documents", "whole"]
@@ -327,10 +328,10 @@ def test_tune_prints_a_line_for_each_candidate_and_keeps_the_fastest(monkeypatch
 )
 @pytest.mark.parametrize("has_triton", [False, True])
 def test_info_on_kernels_of_a_gpu(capability, whole, packed, has_triton, capsys, monkeypatch):
-    from jaxtune.pallas import compat, dispatch
+    from jaxtune.pallas import compat
 
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: has_triton)
-    with dispatch.compile_for(capability):
+    with targets.compile_for(capability):
         found = kernels(capsys)
     assert [" ".join(line.split()) for line in found[0].splitlines()[1:3]] == whole
     assert [" ".join(line.split()) for line in found[1].splitlines()[1:3]] == packed

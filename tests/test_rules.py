@@ -905,6 +905,54 @@ class Clocked(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
 
+class Capabilities(ast.NodeVisitor):
+    """Lines that read a device's compute capability, or compare one."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.lines: list[int] = []
+        self.visit(tree)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        numbers = [side for side in (node.left, *node.comparators) if isinstance(side, ast.Tuple)]
+        for side in numbers:
+            values = [getattr(number, "value", None) for number in side.elts]
+            if len(values) == 2 and all(type(value) is int for value in values) and values[0] in range(7, 13):
+                self.lines.append(node.lineno)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.lines += [node.lineno] if node.attr in ("compute_capability", "capability") else []
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        self.lines += [node.lineno] if node.value == "compute_capability" else []
+
+
+# profile/ measures a device of JAX's alone, and imports no kernels.
+MAY_READ_CAPABILITIES = {"jaxtune/pallas/targets.py", "jaxtune/profile/device.py"}
+
+
+def test_what_a_gpu_can_do_is_asked_of_targets():
+    found = []
+    for name, text in sources("jaxtune"):
+        if name not in MAY_READ_CAPABILITIES:
+            found += [f"{name}:{line}" for line in Capabilities(ast.parse(text)).lines]
+    assert not found, "ask jaxtune.pallas.targets, or declare a property of Target there:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if (9, 0) == x: ...",
+        "if targets.here().capability >= (8, 9): ...",
+        "y = getattr(device, 'compute_capability', '')",
+        "device.compute_capability.split('.')",
+    ],
+)
+def test_a_capability_that_is_read_elsewhere_is_found(source):
+    assert Capabilities(ast.parse(source)).lines
+
+
 def test_no_test_is_decided_by_a_clock():
     found = []
     for name, text in sources("tests"):

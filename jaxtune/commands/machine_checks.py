@@ -106,6 +106,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
     """Yields "wrong" for a GPU that JAX does not use or support."""
     import jax
 
+    from jaxtune.pallas import targets
     from jaxtune.profile.data_sheets import refusal
 
     devices = jax.devices()
@@ -133,7 +134,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
     used_gib = 0.0 if card is None or "error" in card else float(card["memory.used"] or 0) / 1024
     if used_gib > 2:
         yield Finding("note", f"GPU memory in use by all programs: {used_gib:.1f} GiB", "nvidia-smi lists them")
-    hopper = str(getattr(devices[0], "compute_capability", "")).startswith("9.")
+    hopper = targets.of_device(devices[0]) is targets.HOPPER
     if importlib.util.find_spec("jax_triton") is None and not hopper:
         yield Finding("note", "jax-triton is not installed", f"{install('cuda13')} (or cuda12): kernels for this GPU")
 

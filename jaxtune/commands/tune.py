@@ -42,12 +42,12 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, help="the JSON file to add to; default: your cache, which is used here")
     options = parser.parse_args(arguments)
     import jaxtune
-    from jaxtune.pallas import dispatch
+    from jaxtune.pallas import targets
     from jaxtune.pallas.attention.shapes import Case
     from jaxtune.pallas.attention.tune import KERNELS
     from jaxtune.pallas.attention.tune import tune as measure
 
-    if dispatch.compute_capability() != (9, 0):
+    if targets.here() is not targets.HOPPER:
         raise ValueError("tune: only kernels for Hopper GPUs have blocks to measure, and there is none")
     jaxtune.use_program_cache()
     tell = functools.partial(say, end="", flush=True)

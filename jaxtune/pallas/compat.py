@@ -17,18 +17,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import meshes, targets
 from jaxtune.system.extras import install
 from jaxtune.system.no_torch import torch_hidden
 
 
 def triton_refusal() -> str | None:
     """Why Triton kernels cannot run on the GPU that is compiled for, or None."""
-    capability = dispatch.compute_capability()
-    if capability is None:
+    target = targets.here()
+    if target is None:
         return "no NVIDIA GPU"
-    if capability < (8, 0):
-        return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if not target.has_triton:
+        return f"needs compute capability 8.0, this GPU has {target.number}"
     if not _has_jax_triton():
         return f"jax-triton is not installed: {install('cuda13')} (or cuda12)"
     return None
@@ -64,8 +64,8 @@ def triton_call(
     import jax_triton
 
     _learn_tensors()
-    capability = dispatch.compute_capability()
-    assert capability is not None
+    target = targets.here()
+    assert target is not None
     parameters = inspect.signature(jax_triton.triton_call).parameters
     options: dict[str, Any] = {"out_type" if "out_type" in parameters else "out_shape": list(out_types)}
     if not contract:
@@ -78,14 +78,14 @@ def triton_call(
         kernel=kernel,
         num_warps=warps,
         num_stages=stages,
-        compute_capability=10 * capability[0] + capability[1],
+        compute_capability=target.code,
         name=kernel.__name__,
         input_output_aliases=dict(aliases or {}),
         **options,
         **constants,
     )
     types = tuple(str(array.dtype) for array in (*arguments, *out_types))
-    key = (kernel, types, tuple(constants.items()), warps, stages, contract, capability)
+    key = (kernel, types, tuple(constants.items()), warps, stages, contract, target)
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
     beside = _Grid(grid, key, functools.partial(_compile, functools.partial(call, grid=grid), shapes))
     return meshes.on_each_device(functools.partial(call, grid=beside))(*arguments)
@@ -176,10 +176,10 @@ def triton_graph_call(
       out_types: shape and dtype of each output. grid: programs along up to three axes.
       warps, stages: Triton's num_warps and num_stages. aliases: {argument: output that takes its memory}, by index.
     """
-    capability = dispatch.compute_capability()
-    assert capability is not None
+    target = targets.here()
+    assert target is not None
     types = tuple(_POINTERS[str(array.dtype)] for array in (*arguments, *out_types))
-    built = _assembly(kernel, types, tuple(constants.items()), warps, stages, capability)
+    built = _assembly(kernel, types, tuple(constants.items()), warps, stages, target.code)
     sizes = {f"grid_{axis}": np.int32(size) for axis, size in zip("xyz", (*grid, 1, 1), strict=False)}
     call = functools.partial(
         jax.ffi.ffi_call(
@@ -212,7 +212,7 @@ class _Assembly:
 
 
 @functools.cache
-def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
+def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, code: int) -> _Assembly:
     """Compiles for arrays aligned to 16 bytes, cached; needs no GPU. types: of each array, such as "*bf16"."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -230,7 +230,7 @@ def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stag
         constexprs=named,
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in arrays},
     )
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    target = GPUTarget("cuda", code, 32)
     with _compiling, triton.knobs.cache.scope():
         # jax-triton sets it to "", with which Triton's compiler finds no folder.
         triton.knobs.cache.dir = triton.knobs.cache.dir or triton.knobs.cache.get_triton_dir("cache")

@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtune.pallas import versions
+from jaxtune.pallas import targets, versions
 from jaxtune.system import sources, timing, waiting
 
 logger = logging.getLogger(__name__)
@@ -37,31 +37,8 @@ type Said = tuple[str, str, tuple[tuple[str, str], ...]]  # op, its implementati
 record: dict[str, tuple[str, dict[str, str]]] = {}
 
 
-@functools.cache
-def _device_capability(platform: str) -> tuple[int, int] | None:
-    """The first GPU's compute capability; None if it is not NVIDIA's. Cached for each of JAX's default backends."""
-    if platform != "gpu":
-        return None
-    text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
-    if not text:
-        return None
-    major, minor = str(text).split(".")
-    return int(major), int(minor)
-
-
-_target: tuple[int, int] | None = None
 _unsaid = 0  # how many contexts `unsaid` there are now, in all threads
 _unsaid_lock = threading.Lock()
-
-
-def target() -> tuple[int, int] | None:
-    """Of `compile_for`; None outside."""
-    return _target
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """(major, minor) of the NVIDIA GPU that is compiled for, or None: this machine's, or that of `compile_for`."""
-    return _target if _target is not None else _device_capability(jax.default_backend())
 
 
 # (op, implementation, kind of call) -> why this GPU must not run it, or None: what `first_use` finds.
@@ -97,7 +74,7 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
         order).
       op, name: the operation and the implementation, as in error messages.
     """
-    if _target is not None or _device_capability(jax.default_backend()) is None:
+    if targets.absent() is not None or targets.installed() is None:
         return None
     exact = bool(in_one_order.value)
     call += ", one order" if exact else ""
@@ -306,41 +283,6 @@ def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     return None
 
 
-def device_kind() -> str | None:
-    """The GPU that is compiled for, such as "NVIDIA H200": the current mesh's abstract device, or this machine's. None
-    without one, and within `compile_for`.
-    """
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None:
-        return described.device_kind
-    if _target is not None or jax.default_backend() != "gpu":
-        return None
-    return jax.local_devices(backend="gpu")[0].device_kind
-
-
-def multiprocessors() -> int:
-    """Multiprocessors of the GPU that is compiled for; 132 (H100, H200) within `compile_for`. Raises RuntimeError
-    without a GPU.
-    """
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None:
-        return described.num_cores
-    if _target is not None:
-        return 132  # only the capability is known: assume the number of an H100 or H200
-    return jax.local_devices(backend="gpu")[0].core_count
-
-
-@contextlib.contextmanager
-def compile_for(capability: tuple[int, int]):
-    """A context in which all threads choose implementations as for a GPU of this capability, unchecked."""
-    global _target
-    before, _target = _target, capability
-    try:
-        yield
-    finally:
-        _target = before
-
-
 @contextlib.contextmanager
 def unsaid():
     """A context in which `choose` warns in no thread that faster implementations refuse, for computations that run
@@ -416,7 +358,7 @@ def choose(op: str, table: Table, implementation: str | None) -> str:
         reason = refuse()
         if reason is None:
             record[op] = (name, refused)
-            if refused and not _unsaid and compute_capability() is not None:
+            if refused and not _unsaid and targets.here() is not None:
                 said = op, name, tuple(refused.items())
                 if (heard := _heard.get()) is not None:
                     heard.append(said)

@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 
 _planned: contextvars.ContextVar[str | None] = contextvars.ContextVar("planned", default=None)
 
@@ -28,7 +28,7 @@ def planned_for(device: str | None) -> Iterator[None]:
 
 def device_name() -> str:
     """The device whose fitted numbers count: that of `planned_for`, else the GPU that is compiled for, or ""."""
-    return _planned.get() or dispatch.device_kind() or ""
+    return _planned.get() or targets.device_kind() or ""
 
 
 @dataclasses.dataclass(frozen=True)

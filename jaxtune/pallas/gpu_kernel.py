@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import meshes, targets
 from jaxtune.pallas.mosaic_modules import mgpu, plgpu
 from jaxtune.system.private_mlir import ir
 
@@ -30,7 +30,7 @@ def interpreted():
     GPU they run there.
     """
     global _interpret
-    if dispatch.compute_capability() == (9, 0) and jax.default_backend() == "gpu":
+    if targets.here() is targets.HOPPER and jax.default_backend() == "gpu":
         yield
         return
     before, _interpret = _interpret, plgpu.InterpretGPUParams()
@@ -38,6 +38,11 @@ def interpreted():
         yield
     finally:
         _interpret = before
+
+
+def refusal() -> str | None:
+    """Why Mosaic's kernels, which are for Hopper, cannot run here, or None: there, and within `interpreted`."""
+    return targets.required(targets.HOPPER) if _interpret is None else None
 
 
 def interpreter() -> Any:

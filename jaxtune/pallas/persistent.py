@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import gpu_kernel, targets
 
 
 def cores() -> int:
     """Multiprocessors of the GPU that is compiled for; 3 in the interpreter, so that programs have different numbers of
     tiles. Raises RuntimeError without a GPU.
     """
-    return 3 if gpu_kernel.interpreter() is not None else dispatch.multiprocessors()
+    return 3 if gpu_kernel.interpreter() is not None else targets.multiprocessors()
 
 
 def tile_position(item: jax.Array, row_tiles: int, column_tiles: int, band: int) -> tuple[jax.Array, jax.Array]:

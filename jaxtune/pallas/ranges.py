@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 
 
 def ranges_of(tiles: int, blocks: int, programs: int) -> tuple[int, int]:
     """(ranges of rows, tiles of a range) with about `programs` programs a multiprocessor, of `blocks` a range."""
-    ranges = min(tiles, max(1, dispatch.multiprocessors() * programs // blocks))
+    ranges = min(tiles, max(1, targets.multiprocessors() * programs // blocks))
     steps = -(-tiles // ranges)
     return -(-tiles // steps), steps
 

@@ -50,7 +50,7 @@ class KernelChoice:
 
 
 def kernel_choices() -> list[KernelChoice]:
-    """Choices for typical calls in bfloat16 on this machine's GPU (or that of dispatch.compile_for). Nothing is
+    """Choices for typical calls in bfloat16 on this machine's GPU (or that of targets.compile_for). Nothing is
     computed, but kernels not checked on this GPU before are compared with the reference.
     """
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)

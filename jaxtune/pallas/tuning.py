@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.system.files import atomic_write, read_plain
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> di
     """
     if op in _forced.get():
         return dict(_forced.get()[op])
-    kind = dispatch.device_kind()
+    kind = targets.device_kind()
     if kind is None:
         return None
     path, key = cache_file(kind), _key(op, bucket, dtype)
@@ -74,7 +74,7 @@ def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> di
 
 def state() -> tuple:
     """All block sizes that `tuned` may return now."""
-    kind = dispatch.device_kind()
+    kind = targets.device_kind()
     return dict(_forced.get()), {} if kind is None else _entries(kind, str(cache_file(kind)))
 
 
@@ -102,7 +102,7 @@ def measure(
 
     Raises RuntimeError if no candidate runs or there is no GPU, OSError for `path`.
     """
-    kind = dispatch.device_kind()
+    kind = targets.device_kind()
     if kind is None:
         raise RuntimeError(f"{op}: there is no GPU here to measure blocks on")
 

@@ -16,7 +16,7 @@ import jaxtune
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.files.folders import new_folder
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 
 _KILLED = """
 import os, signal, sys
@@ -71,7 +71,7 @@ def test_merging_says_nothing_of_kernels_that_it_has_no_use_for(monkeypatch):
 
 def test_what_is_unsaid_is_not_logged(caplog):
     table = {"fast": lambda: "not in float32", "slow": lambda: None}
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         with dispatch.unsaid():
             assert dispatch.choose("an op of this test", table, None) == "slow"
         assert not caplog.records

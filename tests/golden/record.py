@@ -1,7 +1,7 @@
 """Compares this checkout with the records, or records it anew.
 
-    python -m tests.golden.record [training] [planning] [programs]            says what differs; 1 if anything does
-    python -m tests.golden.record training --reason 'why it may differ'       writes it too, with the reason
+    python -m tests.golden.record [training] [planning] [kernels] [programs]    says what differs; 1 if anything does
+    python -m tests.golden.record training --reason 'why it may differ'          writes it too, with the reason
 
 `programs` needs the environment of `make aot`. Without a reason nothing is written; with one, what changed is printed,
 and stands in the record beside the reason.
@@ -42,6 +42,10 @@ def _made(name: str) -> tuple[dict, dict[str, Callable[[], dict]]]:
         from tests.golden import planning as module
 
         beside = {}
+    elif name == "kernels":
+        from tests.golden import kernels as module
+
+        beside = {}
     else:
         from tests.golden import programs as module
 
@@ -58,12 +62,12 @@ def _changes(name: str, got: dict, wanted: dict) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="*", choices=["training", "planning", "programs", []])
+    parser.add_argument("records", nargs="*", choices=["training", "planning", "kernels", "programs", []])
     parser.add_argument("--only", help="cases whose name holds this; the others stay as they are recorded")
     parser.add_argument("--reason", help="why what is recorded may change; without it nothing is written")
     options = parser.parse_args(arguments)
     differs = False
-    for name in options.records or ["training", "planning"]:
+    for name in options.records or ["training", "planning", "kernels"]:
         beside, cases = _made(name)
         old = records.read(name) if records.exists(name) else {"reasons": [], "cases": {}}
         new, changed, run = {}, [], 0

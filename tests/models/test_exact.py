@@ -25,7 +25,7 @@ from jaxtune.models.generation.differences import differences
 from jaxtune.models.generation.exactness import refusal, require_exact
 from jaxtune.models.generation.generate import training_logprobs
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context
-from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas import compat, one_order, targets
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS, RowGate, activated, gated_rows
@@ -325,11 +325,11 @@ WIDE = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=128)
 def test_what_has_no_kernels_is_refused_on_a_gpu(changes, reason, monkeypatch):
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
     model = tiny_model("bfloat16", **(WIDE | changes))
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         found = refusal(model)
         assert found is None if reason is None else found is not None and found.startswith(reason)
         assert refusal(tiny_model("float32", **WIDE)) == "this GPU: products in float32; measured in bfloat16 alone"
-    with dispatch.compile_for((8, 0)):
+    with targets.compile_for((8, 0)):
         assert refusal(model) == "this GPU: measured on Hopper alone (compute capability 9.0)"
 
 
@@ -339,7 +339,7 @@ def test_ranks_that_were_not_measured_are_refused_on_a_gpu(rank, kind, monkeypat
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
     settings = dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"]) if kind == "experts" else {}
     model = adapted_model(tiny_model("bfloat16", **(WIDE | KINDS[kind])), r=rank, lora_alpha=8, **settings)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         reason = refusal(model)
     if kind == "experts" and rank > 64:
         assert reason == "layers.0: adapters of experts of ranks above 64, not measured, on a GPU"
@@ -352,7 +352,7 @@ def test_a_router_in_a_dtype_of_its_own_is_refused_on_a_gpu(monkeypatch):
     model = tiny_model("bfloat16", **(WIDE | dict(moe=MOE)))
     model.layers[1].mlp.router.compute = "float32"
     monkeypatch.setattr(exactness, "_not_measured", lambda layer: None)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         assert refusal(model) == "layers.1: a router in a dtype of its own, on a GPU"
     assert refusal(model) is None
 

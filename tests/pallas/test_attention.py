@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.attention import (
     attention,
     attention_backward,
@@ -356,17 +356,17 @@ def test_what_cudnn_refuses(capability, changes, reason):
     settings = dict(dim=64, dtype=jnp.bfloat16, max_documents=1, soft_cap=None, sinks=None, causal=True) | changes
     query = jax.ShapeDtypeStruct((1, 8, 2, settings["dim"]), settings["dtype"])
     layout = packed_layout((1, 8), jnp.ones((1, 8), jnp.int32), settings["max_documents"], settings["causal"])
-    with dispatch.compile_for(capability):
+    with targets.compile_for(capability):
         got = cudnn.refusal(query, layout, window=None, soft_cap=settings["soft_cap"], sinks=settings["sinks"])
     assert got is None if reason is None else reason in got
-    assert dispatch.compute_capability() is None
+    assert targets.here() is None
 
 
 @pytest.mark.parametrize("kernels", [mosaic, triton])
 def test_what_sees_later_tokens_has_no_kernel_of_ours(kernels, monkeypatch):
     query = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
     monkeypatch.setattr(triton.compat, "triton_refusal", lambda: None)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         reasons = [
             kernels.refusal(query, packed_layout((1, 8), causal=causal), window=None, soft_cap=None, sinks=None)
             for causal in (False, True)

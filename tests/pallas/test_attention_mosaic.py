@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, gpu_kernel, tuning
+from jaxtune.pallas import dispatch, gpu_kernel, targets, tuning
 from jaxtune.pallas.attention import (
     attention,
     attention_backward,
@@ -172,7 +172,7 @@ def test_gradients_by_the_implementation_that_is_named():
     def loss(query, **named):
         return attention(query, query, query, layout, scale=0.1, implementation="mosaic", **named).sum()
 
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         jax.eval_shape(jax.grad(functools.partial(loss, backward_implementation="reference")), query)
         assert dispatch.record["attention"][0] == "reference"
         jax.eval_shape(jax.grad(loss), query)
@@ -213,7 +213,7 @@ def test_query_heads_of_a_key_head_are_shared_out_where_there_are_few_tiles(monk
 )
 def test_shares_of_query_heads(rows, heads, kv_heads, dim, window, shares):
     query, key = (jax.ShapeDtypeStruct((rows, 2048, count, dim), jnp.bfloat16) for count in (heads, kv_heads))
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         assert mosaic._head_shares(query, key, mosaic.BACKWARD_KEY[dim], window) == shares
 
 
@@ -237,7 +237,7 @@ def test_packed_and_short_rows_go_to_the_kernels_and_long_whole_rows_to_cudnn():
         query = jax.ShapeDtypeStruct((1, length, 4, dim), jnp.bfloat16)
         layout = packed_layout((1, length), jnp.ones((1, length), jnp.int32) if packed else None)
         options = dict(scale=1.0, **features)
-        with dispatch.compile_for((9, 0)):
+        with targets.compile_for((9, 0)):
             jax.eval_shape(lambda q: attention_forward(q, q, q, layout, **options), query)
         return dispatch.record["attention"]
 
@@ -262,7 +262,7 @@ def test_packed_and_short_rows_go_to_the_kernels_and_long_whole_rows_to_cudnn():
 def test_refusals_say_why(capability, dtype, dim, reason):
     query = jnp.zeros((1, 128, 2, dim), dtype)
     layout = packed_layout((1, 128))
-    with dispatch.compile_for(capability), pytest.raises(ValueError, match=reason):
+    with targets.compile_for(capability), pytest.raises(ValueError, match=reason):
         attention_forward(query, query, query, layout, scale=1.0, implementation="mosaic")
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.attention import api, attention_forward, packed_layout, triton
 
 
@@ -18,7 +18,7 @@ def with_jax_triton(monkeypatch):
 def chosen(capability, dim=128, dtype=jnp.bfloat16, packed=False, **features):
     query = jax.ShapeDtypeStruct((1, 128, 4, dim), dtype)
     layout = packed_layout((1, 128), jnp.ones((1, 128), jnp.int32)) if packed else packed_layout((1, 128))
-    with dispatch.compile_for(capability):
+    with targets.compile_for(capability):
         return dispatch.choose("attention", api.implementations(query, layout, kv_heads=2, **features), None)
 
 
@@ -56,13 +56,13 @@ def test_on_hopper_mosaic_goes_first(with_jax_triton):
 def test_refusals_say_why(with_jax_triton, capability, dtype, dim, reason):
     query = jnp.zeros((1, 128, 2, dim), dtype)
     layout = packed_layout((1, 128))
-    with dispatch.compile_for(capability), pytest.raises(ValueError, match=reason):
+    with targets.compile_for(capability), pytest.raises(ValueError, match=reason):
         attention_forward(query, query, query, layout, scale=1.0, implementation="triton")
 
 
 def test_a_machine_without_jax_triton_hears_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: False)
-    with dispatch.compile_for((8, 6)):
+    with targets.compile_for((8, 6)):
         assert (
             compat.triton_refusal()
             == "jax-triton is not installed: pip install '.[cuda13]' in a clone of jaxtune (or cuda12)"
@@ -73,14 +73,14 @@ def test_a_machine_without_jax_triton_hears_where_it_comes_from(monkeypatch):
 def test_a_head_dim_has_the_tiles_of_the_next_power_of_two():
     widths = {64: 64, 72: 128, 96: 128, 128: 128, 136: 256, 192: 256, 256: 256, 264: 512, 512: 512}
     assert {dim: triton.width(dim) for dim in widths} == widths
-    with dispatch.compile_for((8, 6)):
+    with targets.compile_for((8, 6)):
         assert all(triton.tiles(dim) == triton.TILES[99][width] for dim, width in widths.items())
 
 
 def test_an_unknown_gpu_gets_the_tiles_that_fit_everywhere():
     smallest = triton.TILES[min(triton.TILES)]
     for capability, tiles in (((8, 0), triton.TILES[163]), ((9, 0), triton.TILES[227]), ((13, 1), smallest)):
-        with dispatch.compile_for(capability):
+        with targets.compile_for(capability):
             assert triton.tiles(128) == tiles[128]
 
 

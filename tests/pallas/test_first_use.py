@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxtune.pallas import dispatch, one_order, versions
+from jaxtune.pallas import dispatch, one_order, targets, versions
 from jaxtune.pallas.attention import (
     attention,
     attention_forward,
@@ -39,7 +39,7 @@ from tests import patience
 
 def as_on_a_gpu(monkeypatch, cache):
     monkeypatch.setenv("JAXTUNE_CACHE", str(cache))
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
 
 
@@ -436,8 +436,8 @@ def test_a_case_runs_in_one_order_as_its_call_does_but_for_the_reference(gpu, ex
 def test_nothing_is_run_without_a_gpu_or_for_another_one(monkeypatch):
     kernel = Counted()
     assert check(kernel) is None
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
-    with dispatch.compile_for((9, 0)):
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (9, 0))
+    with targets.compile_for((9, 0)):
         assert check(kernel) is None
     assert kernel.calls == 0
 
@@ -518,7 +518,7 @@ def test_the_small_case_has_every_kind_of_token():
 @pytest.mark.full
 def test_cudnn_is_checked_with_as_many_documents_as_a_call_has(gpu, monkeypatch, caplog, tmp_path):
     """Here dq is wrong from 24 documents a row on, and right with fewer, as cuDNN 9.19's is from somewhere above 32."""
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (10, 0))
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (10, 0))
     monkeypatch.setattr(cudnn, "forward", reference.forward)
 
     def backward(*arguments, **options):
@@ -548,7 +548,7 @@ def test_cudnn_is_checked_with_as_many_documents_as_a_call_has(gpu, monkeypatch,
 @pytest.mark.parametrize("wrong", range(5))
 def test_cudnn_check_sees_each_wrong_result(gpu, monkeypatch, wrong):
     """Of one document of the second row: out, lse, dq, dk, dv; and what is written at padding."""
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (10, 0))
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (10, 0))
     token = 0 if wrong % 2 else 31  # a document's, or padding behind one of 24 tokens
 
     def forward(*arguments, **options):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_gradients, fp8_product, gated_matmul, quant_matmul
@@ -136,7 +136,7 @@ def test_gated_matmul_takes_them_too(calls, compiled_in_full, monkeypatch):
 )
 def test_what_the_kernel_refuses(widths, ranks, dtype, reason, monkeypatch):
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         assert fp8_gradients.refusal(widths, ranks, dtype) == reason
-    with dispatch.compile_for((8, 0)):
+    with targets.compile_for((8, 0)):
         assert "compute capability 8.9" in str(fp8_gradients.refusal(widths, ranks, dtype))

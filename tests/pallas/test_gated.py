@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch, gpu_kernel, targets
 from jaxtune.pallas.gated import ACTIVATIONS, api, gated_backward, mosaic, reference
 
 
@@ -65,9 +65,9 @@ def test_what_the_kernel_leaves_to_the_reference():
 
     size = 8 * mosaic.CHUNK
     assert refused(jnp.bfloat16, size, "silu") == "needs a Hopper GPU (compute capability 9.0)"
-    with dispatch.compile_for((8, 0)):
+    with targets.compile_for((8, 0)):
         assert refused(jnp.bfloat16, size, "silu") == "needs a Hopper GPU (compute capability 9.0)"
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         assert refused(jnp.bfloat16, size, "silu") is None
         assert refused(jnp.bfloat16, size, "gelu") == "activation gelu: Mosaic has no erf"
         assert refused(jnp.float16, size, "silu") == "dtype float16"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch, gpu_kernel, targets
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.gated import (
@@ -28,7 +28,7 @@ from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, gated_matmul, 
 def hopper(monkeypatch):
     """Kernels are chosen as on a GPU of Hopper's kind."""
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         yield
 
 

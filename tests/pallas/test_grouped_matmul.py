@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch, gpu_kernel, targets
 from jaxtune.pallas.formats import MXFP4, NF4
 from jaxtune.pallas.grouped_matmul import (
     TILE_ROWS,
@@ -263,7 +263,7 @@ def test_whose_kernel_computes_a_weights_gradient(monkeypatch, transposed, weigh
 @pytest.mark.full
 def test_first_use_finds_a_wrong_gradient_of_a_weight(monkeypatch, tmp_path):
     """It compares each dtype on its own: the kernel passes, and one that loses an expert's last rows does not."""
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     with gpu_kernel.interpreted():
@@ -414,7 +414,7 @@ def test_bias_and_its_gradients():
 def test_refusals_say_why(capability, dtype, columns, reason):
     groups = groups_of(jnp.array([4, 4], jnp.int32), 8)
     x, weight = jnp.zeros((groups.rows, IN), dtype), jnp.zeros((2, columns, IN), dtype)
-    with dispatch.compile_for(capability), pytest.raises(ValueError, match=reason):
+    with targets.compile_for(capability), pytest.raises(ValueError, match=reason):
         grouped_matmul(x, weight, groups, implementation="mosaic")
 
 
@@ -467,7 +467,7 @@ def test_experts_of_few_rows_are_decoded_first(pairs, want):
 @pytest.mark.full
 def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
     """The case on which a kernel is compared at first use: the kernel passes, and one that loses an expert does not."""
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     stored = NF4.encode(jnp.ones((1, 64, 64)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.linear_cross_entropy import (
     chunk_length,
     fills_up,
@@ -315,6 +315,6 @@ def test_the_log_sum_exp_of_one_pass():
     logits = 20 * jax.random.normal(jax.random.key(0), (2, 4, 1000))
     logits = logits.at[..., 990:].set(-jnp.inf).at[0, 0, :300].set(-jnp.inf).at[1, 2, 1:].set(-jnp.inf)
     logits = logits.at[1, 3].add(1e4).at[0, 1].add(-1e4)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         got = jax.jit(reference.log_sum_exp)(logits)
     np.testing.assert_allclose(got, jax.nn.logsumexp(logits, axis=-1), rtol=2e-7)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.normed_heads import normed_heads, triton
 
 
@@ -66,7 +66,7 @@ def test_what_kernels_refuse():
     with pytest.raises(ValueError, match="normed_heads: implementation 'triton' cannot serve .*no NVIDIA GPU"):
         normed_heads(x, weight, table, implementation="triton")
     half = jnp.zeros((2, 5, 2, 64), jnp.bfloat16)
-    with dispatch.compile_for((9, 0)), pytest.MonkeyPatch.context() as patch:
+    with targets.compile_for((9, 0)), pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
         assert triton.refusal(half, weight, table) is None
         assert triton.refusal(x, weight, table) == "dtype float32"
@@ -77,7 +77,7 @@ def test_what_kernels_refuse():
 def test_few_heads_are_left_to_plain_jax():
     """So are heads that are rotated in part: neither is said to be refused."""
     x, weight, table = drawn(tokens=1024, heads=2, dim=64, rotary=32)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         for given, by in ((x, table), (x[:, :8], [part[:, :8] for part in table])):
             jax.eval_shape(normed_heads, given.astype(jnp.bfloat16), weight, tuple(by))
             assert dispatch.record["normed_heads"] == ("reference", {})

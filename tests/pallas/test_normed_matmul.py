@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.normed_heads import inverse_rms, normed
@@ -23,7 +23,7 @@ SIZE, OUTS = 512, (128, 64)
 def hopper(monkeypatch):
     """Kernels are chosen as on a GPU of Hopper's kind."""
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         yield
 
 
@@ -177,8 +177,8 @@ def test_what_the_kernel_refuses(x, rank, blocks, reason, hopper):
 
 def test_an_older_gpu_has_no_e4m3(monkeypatch):
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
-    with dispatch.compile_for((8, 6)):
-        assert fp8_normed.refusal(shape(4096, 1024), 16, True) == "needs compute capability 8.9, this GPU has 8.6"
+    with targets.compile_for((8, 6)):
+        assert fp8_normed.refusal(shape(4096, 1024), 16, True) == "FP8 needs compute capability 8.9, this GPU has 8.6"
 
 
 @pytest.mark.parametrize(

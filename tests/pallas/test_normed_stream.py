@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.normed_stream import has_kernel, normed_stream, triton
 
 
@@ -27,7 +27,7 @@ def test_rows_are_normed(offset, float32):
 def hopper(monkeypatch):
     """Kernels are chosen as on a GPU of Hopper's kind."""
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         yield
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
+from jaxtune.pallas import dispatch, gpu_kernel, lanes, targets, tuning
 from jaxtune.pallas.formats import FP4, FP8, MXFP4, NF4
 from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.formats.mxfp4 import TABLE
@@ -132,7 +132,7 @@ def test_kernels_are_traced_alike_under_jax_enable_x64(monkeypatch):
 
     def traced(wide):
         monkeypatch.setattr(gpu_kernel, "_traced_once", {})
-        with dispatch.compile_for((9, 0)), jax.enable_x64(wide):
+        with targets.compile_for((9, 0)), jax.enable_x64(wide):
             return str(jax.make_jaxpr(lambda x, weight: mosaic.small_matmul(x, weight))(x, weight))
 
     assert "f32" in traced(wide=True) and traced(wide=True) == traced(wide=False)
@@ -171,7 +171,7 @@ def test_rows_are_cut_into_whole_chunks():
     assert row_matmul.plan(4096, 4096) == row_matmul.Plan(slices=4, pairs=4, stages=2, chunks_per_program=4)
     assert row_matmul.plan(4096, 1536) is row_matmul.plan(4095, 1024) is row_matmul.plan(4096, 29 * 1024) is None
     weight = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct((4096, 1536), jnp.bfloat16))
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         assert "columns in multiples of 1,024" in (mosaic.row_refusal(weight, jnp.bfloat16) or "")
 
 
@@ -212,7 +212,7 @@ def test_what_was_measured_decides(monkeypatch):
 @pytest.mark.parametrize("shape", WEIGHTS)
 def test_every_shape_has_candidates_that_fit(shape):
     weight = jax.eval_shape(NF4.encode, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         for tokens in (1, 4, 8, 16):
             found = line_matmul.tiles(*shape, tokens)
             assert 2 <= len(found) <= 9 and len(set(found)) == len(found)
@@ -262,7 +262,7 @@ def test_who_serves_which_call(monkeypatch):
 
     def chosen(dtype, weight, capability=(9, 0), **options):
         x = jnp.zeros((64, weight.shape[1]), dtype)
-        with dispatch.compile_for(capability):
+        with targets.compile_for(capability):
             jax.eval_shape(lambda x: quant_matmul(x, [weight], **options), x)
         return dispatch.record["quant_matmul"]
 
@@ -291,7 +291,7 @@ def test_who_serves_which_call(monkeypatch):
     ],
 )
 def test_refusals_of_the_small_product(shape, tokens, reason):
-    with dispatch.compile_for((9, 0)), pytest.raises(AssertionError, match=reason):
+    with targets.compile_for((9, 0)), pytest.raises(AssertionError, match=reason):
         assert mosaic.small_refusal(packed(*shape), jnp.bfloat16, tokens) is None, mosaic.small_refusal(
             packed(*shape), jnp.bfloat16, tokens
         )
@@ -304,7 +304,7 @@ def test_formats_without_a_kernel_are_decoded_by_xla_without_a_word(formats, nam
     monkeypatch.setattr(dispatch, "_say_once", dispatch._say_once.__wrapped__)
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
     weights = [kind.encode(normal(0, 64, 64)) for kind in formats]
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         assert dispatch.choose("quant_matmul", api.implementations(weights, jnp.bfloat16), None) == name
     assert dispatch.record["quant_matmul"][1].keys() == set(refused)
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [

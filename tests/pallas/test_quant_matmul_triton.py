@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 from jaxtune.pallas.formats import NF4
 from jaxtune.pallas.quant_matmul import triton
 
@@ -27,13 +27,13 @@ def weight(*shape):
 )
 def test_products_of_a_few_tokens(monkeypatch, tokens, inner, dtype, reason):
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
-    with dispatch.compile_for((8, 9)):
+    with targets.compile_for((8, 9)):
         assert triton.small_refusal(weight(8, inner), dtype, tokens) == reason
 
 
 def test_decoding(monkeypatch):
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
-    with dispatch.compile_for((8, 9)):
+    with targets.compile_for((8, 9)):
         assert triton.refusal(weight(5, 7), jnp.float32) is None
         assert triton.refusal(weight(5, 7), jnp.int8) == "dtype int8"
     assert triton.refusal(weight(5, 7), jnp.bfloat16) == "no NVIDIA GPU"
@@ -48,7 +48,7 @@ def test_a_kernel_in_a_graph_is_mapped_one_by_one(monkeypatch):
     def call(x):
         return compat.triton_graph_call(None, (x,), (jax.ShapeDtypeStruct((8, 16), x.dtype),), (1,), warps=1, stages=1)
 
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         mapped = jax.make_jaxpr(jax.vmap(call))(x)
     assert [out.shape for out in mapped.out_avals] == [(5, 8, 16)]
     assert [equation.primitive.name for equation in mapped.eqns if equation.primitive.name == "scan"] == ["scan"]

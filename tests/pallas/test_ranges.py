@@ -7,7 +7,7 @@ import itertools
 import hypothesis.strategies as st
 from hypothesis import given
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.ranges import firsts_of, ranges_of
 
 COUNTS = st.integers(1, 5000)
@@ -15,9 +15,9 @@ COUNTS = st.integers(1, 5000)
 
 @given(COUNTS, COUNTS, st.integers(1, 16))
 def test_every_tile_is_in_one_range_and_no_range_is_empty(tiles, blocks, programs):
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         ranges, steps = ranges_of(tiles, blocks, programs)
-        most = max(1, dispatch.multiprocessors() * programs // blocks)
+        most = max(1, targets.multiprocessors() * programs // blocks)
     assert (ranges - 1) * steps < tiles <= ranges * steps
     assert ranges <= most
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch, gpu_kernel, targets
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_bias, grouped_matmul
 from jaxtune.pallas.routing import (
     api,
@@ -156,7 +156,7 @@ def test_mosaic_moves_rows_as_the_reference(case, rng):
 
 def test_first_use_finds_what_is_wrong(monkeypatch, tmp_path):
     """The cases on which kernels are compared at first use: one row of many that is wrong, one slot that is off."""
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (9, 0))
     monkeypatch.setattr(dispatch, "first_uses", {})
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 from jaxtune.pallas.thin_pair import reference, thin_pair, thin_pairs, triton
 
@@ -36,7 +36,7 @@ def test_both_products_have_float32_sums(dtype):
 def hopper(monkeypatch):
     """Kernels are chosen as on a GPU of Hopper's kind."""
     monkeypatch.setattr("jaxtune.pallas.compat._has_jax_triton", lambda: True)
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         yield
 
 
@@ -140,7 +140,7 @@ def test_the_gradients_of_adapters_that_share_x_are_those_of_each(scales, hopper
             patch.setattr(triton, "thin_pairs", by_kernel)
             patch.setattr(triton, "thin_pair", lambda dout, inner, b: reference.thin_pair(dout, b, inner))
             got = jax.grad(gradients)(sides, adapted)
-        with dispatch.compile_for((7, 0)):
+        with targets.compile_for((7, 0)):
             want = jax.grad(gradients)(sides, adapted)
         jax.tree.map(
             lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-2 * np.abs(other).max()),

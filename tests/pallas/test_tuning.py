@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch, tuning
+from jaxtune.pallas import targets, tuning
 from jaxtune.pallas.attention import mosaic, packed_layout
 from jaxtune.pallas.grouped_matmul import mosaic as grouped
 from jaxtune.pallas.grouped_matmul import tune as grouped_tune
@@ -22,7 +22,7 @@ BUCKET = "head_dim=128"
 def gpu(monkeypatch, tmp_path):
     """A machine that says it has an H200, and an empty cache."""
     monkeypatch.setenv("JAXTUNE_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(dispatch, "device_kind", lambda: H200)
+    monkeypatch.setattr(targets, "device_kind", lambda: H200)
     tuning._entries.cache_clear()
     yield tmp_path
     tuning._entries.cache_clear()
@@ -93,7 +93,7 @@ def test_the_packaged_blocks_of_an_h200_are_blocks_and_the_users_go_first(gpu, m
 
 def test_blocks_for_a_kind_of_rows_or_window_go_before_those_for_packed_rows(gpu, monkeypatch):
     monkeypatch.setattr(tuning, "_milliseconds", lambda programs: [1.0] * len(programs))
-    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H100")  # nothing is packaged for it
+    monkeypatch.setattr(targets, "device_kind", lambda: "NVIDIA H100")  # nothing is packaged for it
     whole = packed_layout((1, 256))
     packed = packed_layout((1, 256), jnp.ones((1, 256), jnp.int32))
     calls = {(None, True): "head_dim=128, whole rows", (100, False): "head_dim=128, window up to 128"}

@@ -160,7 +160,7 @@ import jax, jax.numpy as jnp
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import attention, packed_layout
 query = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-with dispatch.compile_for((8, 6)):
+with targets.compile_for((8, 6)):
     loss = lambda q: attention(q, q, q, packed_layout((2, 128)), scale=0.1, implementation="triton").sum()
     print(str(jax.make_jaxpr(jax.grad(loss))(query)).count("= triton_kernel_call"))
 """

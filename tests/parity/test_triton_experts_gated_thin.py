@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreted
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import gpu_kernel, targets
 from jaxtune.pallas.gated import RowGate, gated_rows, gated_rows_backward
 from jaxtune.pallas.grouped_matmul import gated_thin, reference
 from jaxtune.pallas.grouped_matmul.layout import groups_of
@@ -42,7 +42,7 @@ def test_forward_and_backward_are_those_of_plain_jax(sizes, most, size, rank, pr
     unread = [jnp.where(inside, array, jnp.nan) for array in (gate_up, dgated, dinner)]
     padded = jnp.pad(unread[2], ((0, 0), (0, 64 - rank)), constant_values=jnp.nan)
     unweighted = jnp.where(inside[:, 0], weights, jnp.nan)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda: processors)
+    monkeypatch.setattr(targets, "multiprocessors", lambda: processors)
     with interpreted((9, 0)), gpu_kernel.interpreted():
         assert gated_thin.refusal(gate_up, rank, gate) is None
         rows, inner = gated_thin.gated_rows_thin(unread[0], unweighted, a, groups, gate)

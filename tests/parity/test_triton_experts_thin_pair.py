@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreted
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.grouped_matmul import reference, thin_pair
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 
@@ -36,7 +36,7 @@ def test_the_products_are_those_of_plain_jax(sizes, most, out, rank, processors,
     # The interpreter does not round to bfloat16 as a GPU does, so nothing is left to round.
     b = jax.random.normal(keys[2], (len(sizes), out, rank)).astype(dtype).astype(jnp.float32)
     padded = jnp.pad(jnp.where(inside, inner, jnp.nan), ((0, 0), (0, 64 - rank)), constant_values=jnp.nan)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda: processors)
+    monkeypatch.setattr(targets, "multiprocessors", lambda: processors)
     with interpreted((9, 0)):
         assert thin_pair.refusal(dout, b) is None
         dinner, db = thin_pair.thin_pair(jnp.where(inside, dout, jnp.nan), b, padded, groups)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from triton_interpreter import interpreted
 
-from jaxtune.pallas import dispatch, one_order
+from jaxtune.pallas import dispatch, one_order, targets
 from jaxtune.pallas.attention import attention_forward, packed_layout
 from jaxtune.pallas.decode.few_rows import added_norm, experts_down, experts_gated, placed, products
 from jaxtune.pallas.gated import RowGate
@@ -32,8 +32,8 @@ def checks(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXTUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(dispatch, "first_uses", {})
     monkeypatch.setattr(jax, "jit", lambda function, **_: function)  # the interpreter runs on arrays
-    monkeypatch.setattr(dispatch, "_device_capability", lambda platform: (9, 0))
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(targets, "_device_capability", lambda platform: (9, 0))
+    monkeypatch.setattr(targets, "multiprocessors", lambda: 132)
     done = []
 
     def difference(compare):
@@ -50,9 +50,9 @@ def checks(monkeypatch, tmp_path):
 
     monkeypatch.setattr(dispatch, "_difference", difference)
     with interpreted((9, 0)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_target", None)  # of the interpreter, for which nothing would be checked
+        patch.setattr(targets, "_compiled_for", None)  # of the interpreter, for which nothing would be checked
         yield done
-    assert dispatch.target() is None
+    assert targets.absent() is None
 
 
 def lora_of(rank: int, rows: int, columns: int) -> LoraWeights:

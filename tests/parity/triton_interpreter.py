@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import interpreter
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 
 
 def _to_torch(array) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _convert(numbers, given, wanted, rounding):
 @contextlib.contextmanager
 def interpreted(capability=(8, 0)):
     """In this context Triton implementations serve calls, outside of jit, with the tiles of that compute capability."""
-    with pytest.MonkeyPatch.context() as patch, dispatch.compile_for(capability):
+    with pytest.MonkeyPatch.context() as patch, targets.compile_for(capability):
         for name in ("triton_call", "triton_graph_call"):
             patch.setattr(compat, name, _call)
         patch.setattr(compat, "_has_jax_triton", lambda: True)

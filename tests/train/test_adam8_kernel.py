@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import dispatch, gpu_kernel, targets
 from jaxtune.pallas.adam8 import api as kernel
 from jaxtune.pallas.formats.blockwise8 import BLOCK, dynamic_map, nearest_codes, upper_bounds
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
@@ -54,7 +54,7 @@ def test_lanes_of_a_warp_have_neighbours_and_a_warp_whole_blocks():
 
 def without_kernel():
     """The plain steps, on a Hopper GPU too."""
-    return dispatch.compile_for((8, 0))
+    return targets.compile_for((8, 0))
 
 
 def bits(tree) -> list[bytes]:
@@ -131,7 +131,7 @@ def test_where_the_step_is_not_finite_all_states_stay(bad, shape, interpreted):
     ],
 )
 def test_refusals_say_why(size, dtype, codes, capability, reason):
-    with dispatch.compile_for(capability):
+    with targets.compile_for(capability):
         said = kernel.refusal(jnp.zeros(size, dtype), jnp.zeros((size // BLOCK, BLOCK), codes))
     assert said is None if reason is None else reason in said
 

@@ -7,7 +7,7 @@ from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.files.quant import quantize
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.sampling import Settings
@@ -95,7 +95,7 @@ def test_a_dtype_in_which_no_answer_is_sampled_is_refused(tmp_path):
 def test_a_device_that_does_not_keep_the_order_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(compat, "_has_jax_triton", lambda: True)
     with (
-        dispatch.compile_for((8, 0)),
+        targets.compile_for((8, 0)),
         pytest.raises(ValueError, match="objective: exact: this GPU: measured on Hopper"),
     ):
         run_of(tmp_path, True).train()

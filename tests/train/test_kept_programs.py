@@ -36,6 +36,7 @@ from jaxtune.models.programs import kept as kept_programs
 from jaxtune.models.programs import room, surroundings
 from jaxtune.models.programs.described import Digests, Undescribed, _Known, replaced
 from jaxtune.models.programs.kept import Function, Request, programs_of
+from jaxtune.pallas import targets
 from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.private_jax import compilation_cache
 from jaxtune.system.program_cache import in_use
@@ -326,7 +327,7 @@ def test_whatever_decides_a_program_is_in_its_key(a, b):
         lambda patch: jax.default_matmul_precision("highest"),
         lambda patch: jax.numpy_dtype_promotion("strict"),
         lambda patch: patch.setattr(surroundings.sources, "digest", lambda: "others"),
-        lambda patch: patch.setattr(kept_programs.dispatch, "_target", (9, 0)),
+        lambda patch: patch.setattr(targets, "_compiled_for", (9, 0)),
         lambda patch: patch.setattr(surroundings, "_versions", lambda: ("jax 0.1",)),
         lambda patch: patch.setattr(surroundings.tuning, "state", lambda: ({"attention": {"rows": 1}}, {})),
     ],

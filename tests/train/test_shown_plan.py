@@ -6,7 +6,7 @@ import pytest
 
 from jaxtune import cli
 from jaxtune.models.placement import partition
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.formats import fp8
 from jaxtune.system import host_memory
 from jaxtune.train import shown_plan
@@ -46,7 +46,7 @@ def test_a_plan_without_rows_is_that_of_the_run(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("here", [None, "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
 def test_quantised_products_take_what_was_fitted_for_the_planned_device(monkeypatch, here):
     """Whichever GPU this machine has; today the tables have rows of an H200 only, so this one is made up."""
-    monkeypatch.setattr(dispatch, "device_kind", lambda: here)
+    monkeypatch.setattr(targets, "device_kind", lambda: here)
     monkeypatch.setitem(fp8._PRODUCT_TIME.rows, ("RTX 4090", "mosaic"), ((1.12, 1.44), "made up"))
     planned = []
     monkeypatch.setattr(shown_plan.plan_text, "plan_elsewhere", lambda *given: planned.append(given[1]))

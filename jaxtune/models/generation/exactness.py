@@ -16,7 +16,7 @@ from jaxtune.models.layers.routers import Router
 from jaxtune.models.linear import GatedLora, Linear
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.norm import LayerNorm, RMSNorm
-from jaxtune.pallas import dispatch, one_order
+from jaxtune.pallas import one_order, targets
 from jaxtune.pallas.decode.few_rows import experts_triton
 from jaxtune.pallas.quant_matmul import few_thin
 
@@ -34,7 +34,7 @@ def require_exact(model: Decoder, where: str, trains: bool = False) -> None:
 
 def refusal(model: Decoder) -> str | None:
     """Why a token's log-probability could have other bits in training than in sampling, or None."""
-    if dispatch.compute_capability() is not None and (reason := _of_gpu(model)) is not None:
+    if targets.here() is not None and (reason := _of_gpu(model)) is not None:
         return reason
     if model.vision is not None or model.per_layer is not None:
         return "the model reads pictures, or has embeddings for each layer"

@@ -12,7 +12,7 @@ from importlib import metadata
 import jax
 
 from jaxtune.models.programs import described
-from jaxtune.pallas import dispatch, gpu_kernel, tuning, versions
+from jaxtune.pallas import gpu_kernel, targets, tuning, versions
 from jaxtune.system import sources
 from jaxtune.system.private_jax import lib, xla_client
 
@@ -30,7 +30,7 @@ _OF_MOSAIC = (
 
 def of(devices: Sequence) -> tuple:
     settings = {name: str(value) for name, value in sorted(jax.config.values.items()) if "_cache_" not in name}
-    kernels = dispatch.target(), tuning.state(), repr(gpu_kernel.interpreter())
+    kernels = targets.absent(), tuning.state(), repr(gpu_kernel.interpreter())
     return of_start(devices), settings, kernels
 
 

@@ -70,8 +70,8 @@ def cells(signed: bool) -> np.ndarray:
 
 def refusal(gradient, m_codes) -> str | None:
     """Why the kernel cannot update this tensor, or None; of the gradient only dtype and size are read."""
-    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     if str(gradient.dtype) not in _GRADIENTS:
         return f"dtype {gradient.dtype}"
     if m_codes.dtype != jnp.uint8:

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, meshes, one_order
+from jaxtune.pallas import dispatch, meshes, one_order, targets
 from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.attention import cudnn, first_use, in_tiles, mosaic, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
@@ -65,7 +65,7 @@ def implementations(
     }
     if one_order.is_exact():
         return {"triton": table["triton"]}
-    hopper = dispatch.compute_capability() == (9, 0)
+    hopper = targets.here() is targets.HOPPER
     if layout.max_documents != 1 or (hopper and query.shape[1] <= SHORT_ROWS and query.shape[-1] in mosaic.FORWARD):
         # On packed rows our kernels are faster, as they skip blocks. On short whole rows a step is as fast with either
         # (8B on an H200: 0.999 of cuDNN's speed at 8 x 2,048, 0.994 at 4 x 4,096; alone at 8 x 2,048 with D=256, 1.30),

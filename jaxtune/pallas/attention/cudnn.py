@@ -9,6 +9,7 @@ import functools
 
 import jax.numpy as jnp
 
+from jaxtune.pallas import targets
 from jaxtune.pallas.attention.layout import PackedLayout
 from jaxtune.system.private_jax import fused_attention_stablehlo as cudnn
 
@@ -17,15 +18,13 @@ MAX_DOCUMENTS = 32
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
     """Why cuDNN cannot compute this call exactly, or None. The window is never a reason."""
-    from jaxtune.pallas.dispatch import compute_capability
-
-    capability = compute_capability()
-    if capability is None:
+    target = targets.here()
+    if target is None:
         return "no NVIDIA GPU"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype} (cuDNN attention takes bfloat16 and float16)"
     dim = query.shape[-1]
-    if dim % 8 or dim > (256 if capability >= (9, 0) else 128):
+    if dim % 8 or dim > (256 if target.has_packed_rows else 128):
         return f"head dim {dim}"
     if soft_cap is not None:
         return "soft cap"
@@ -37,7 +36,7 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
         return "no promise of max_documents in the layout (cuDNN does not see segment ids)"
     if layout.max_documents > MAX_DOCUMENTS:
         return f"up to {layout.max_documents} documents a row (its dq is wrong beyond {MAX_DOCUMENTS})"
-    if not _whole(layout) and capability < (9, 0):
+    if not _whole(layout) and not target.has_packed_rows:
         return "packed rows need compute capability 9.0"
     return None
 

@@ -28,9 +28,9 @@ from jaxtune.pallas.attention import (
 )
 from jaxtune.pallas.attention.layout import PackedLayout
 from jaxtune.pallas.attention.mosaic_parts import LOG2E, WARPGROUPS, Blocks
-from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 from jaxtune.pallas.mosaic_modules import plgpu
 from jaxtune.pallas.mosaic_types import smem
+from jaxtune.pallas.targets import multiprocessors
 
 _PAD = 128  # rows are padded to a multiple of this
 _INTERPRETED_PROGRAMS = 2
@@ -104,8 +104,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
     """Why these kernels cannot serve the call, or None."""
     if not layout.causal or layout.runs is not None:
         return "tokens that see later ones"
-    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
     if query.shape[-1] > max(FORWARD):

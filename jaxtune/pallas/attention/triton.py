@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas import compat, one_order, targets
 from jaxtune.pallas.attention.layout import PackedLayout
 
 
@@ -61,7 +61,6 @@ TILES = {
         512: Tiles(Tile(64, 16, 8, 2), Tile(32, 16, 8, 1), Tile(32, 16, 8, 2)),
     },
 }
-_SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
 LEAST, MOST = 64, 512  # head dims
 
 
@@ -76,8 +75,7 @@ def tiles(dim: int) -> Tiles:
     """Tiles for a head dim from 64 to 512 on the GPU compiled for. A GPU not in _SHARED_MEMORY_KB gets those for 99 KB,
     which fit everywhere.
     """
-    capability = dispatch.compute_capability()
-    return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][width(dim)]
+    return TILES[targets.shared_memory_kb()][width(dim)]
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:

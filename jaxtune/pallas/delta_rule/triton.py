@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch, meshes
+from jaxtune.pallas import compat, dispatch, meshes, targets
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.delta_rule import reference
 from jaxtune.pallas.delta_rule.chunked import CHUNK
@@ -39,16 +39,15 @@ _TILES = {
     "dkey": (8, 32, 3),
     "rates": (1, DIM, 1),
 }
-_ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory has room for more than one step
+_LEAST_KB = 163  # shared memory that has room for more than one step
 
 
 def _tile(kernel: str) -> tuple[int, int, int]:
     """(warps, columns of a head dim at a time, num_stages) of a kernel on the GPU compiled for."""
-    capability = dispatch.compute_capability()
-    if kernel == "reverse" and capability == (9, 0):
+    if kernel == "reverse" and targets.here() is targets.HOPPER:
         return 8, DIM, 3  # 210 KB
     warps, width, stages = _TILES[kernel]
-    return warps, width, stages if capability in _ROOMY else 1
+    return warps, width, stages if targets.shared_memory_kb() >= _LEAST_KB else 1
 
 
 def refusal(key, value) -> str | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtune.pallas import dispatch, gpu_kernel
+from jaxtune.pallas import gpu_kernel
 from jaxtune.pallas.mosaic_modules import plgpu
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
@@ -22,8 +22,8 @@ MOST = 2**32  # arrays of this number of elements or more are refused
 
 def refusal(dtype, size: int, activation: str) -> str | None:
     """Why the kernel cannot compute a call on this GPU, or None. size: elements of an array."""
-    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     reason = unsupported(dtype, size, activation)
     if reason is not None:
         return reason

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.gated.triton import ACTIVATIONS
 from jaxtune.pallas.ranges import ranges_of
 
@@ -32,18 +32,18 @@ class Tile(NamedTuple):
 
 def tile(width: int, result: str) -> Tile:
     """The Tile of `gated_thin` for a thin array of `width` columns on the GPU compiled for; e4m3 needs 128 columns."""
-    if dispatch.compute_capability() == (9, 0):
+    if targets.here() is targets.HOPPER:
         return Tile(32, 128, 4, 3) if width == 16 else Tile(16, 128, 4, 4)
     return Tile(16, 128, 4, 2) if result == "e4m3" else Tile(32, 64, 4, 2)  # several fit the memory of a small GPU
 
 
 def backward_tile() -> Tile:
-    return Tile(16, 128, 4, 3, 16) if dispatch.compute_capability() == (9, 0) else Tile(32, 64, 4, 2, 8)
+    return Tile(16, 128, 4, 3, 16) if targets.here() is targets.HOPPER else Tile(32, 64, 4, 2, 8)
 
 
 def rounded_tile() -> Tile:
     """The Tile of `rounded_gradients` on the GPU compiled for; codes need 128 columns."""
-    return Tile(16, 128, 4, 3, 12) if dispatch.compute_capability() == (9, 0) else Tile(16, 128, 4, 2, 8)
+    return Tile(16, 128, 4, 3, 12) if targets.here() is targets.HOPPER else Tile(16, 128, 4, 2, 8)
 
 
 def refusal(gate, rank: int, activation: str) -> str | None:

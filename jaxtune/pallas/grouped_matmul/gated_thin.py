@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.gated import RowGate
 from jaxtune.pallas.gated import triton as gated
 from jaxtune.pallas.gated.reference import gated_rows, gated_rows_backward
@@ -41,8 +41,8 @@ def refusal(gate_up, rank: int, gate: RowGate) -> str | None:
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if dispatch.compute_capability() != (9, 0):
-        return "measured on Hopper GPUs (compute capability 9.0) only"
+    if (reason := targets.measured(targets.HOPPER)) is not None:
+        return reason
     reason = gated.unsupported(gate_up.dtype, gate)
     if reason is not None:
         return reason

@@ -71,10 +71,8 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
     """Why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None, in both directions."""
-    from jaxtune.pallas.dispatch import compute_capability
-
-    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}"
     if tile_rows != TILE_ROWS:

@@ -55,8 +55,8 @@ def _sums(values: jax.Array, bounds: jax.Array, run: int) -> jax.Array:
 
 def refusal() -> str | None:
     """The reason why the kernel must not run on this GPU; None if it may or nothing is compared, as without a GPU."""
-    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.grouped_matmul import mosaic, reference
 from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
 from jaxtune.pallas.thin_pair.triton import Tile
@@ -72,7 +72,7 @@ def thin_pair(dout, b, inner, groups: Groups) -> tuple[jax.Array, jax.Array]:
 
     rows, (experts, out, rank) = len(dout), b.shape
     blocks = -(-out // TILE.columns)
-    ranges = -(-dispatch.multiprocessors() * TILE.programs // (blocks * experts))
+    ranges = -(-targets.multiprocessors() * TILE.programs // (blocks * experts))
     dinner, db = compat.triton_call(
         triton_kernels.thin_pair_kernel,
         (dout, b, inner, jnp.argsort(-groups.sizes), groups.starts(), groups.sizes),

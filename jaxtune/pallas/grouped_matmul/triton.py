@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 from jaxtune.pallas.grouped_matmul.layout import Groups
 
 
@@ -33,7 +33,6 @@ class Tile:
 
 # Tiles by the shared memory of a block in KB (9.0 has 227, 8.0 and 8.7 have 163, all others 99).
 TILES = {227: Tile(128, 256, 64, 8, 3), 163: Tile(128, 128, 32, 4, 4), 99: Tile(128, 128, 32, 4, 3)}
-_SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -41,8 +40,7 @@ def tile() -> Tile:
     """The Tile for the GPU that is compiled for, by its shared memory; other GPUs than 8.0, 8.7 and 9.0 get the
     smallest.
     """
-    capability = dispatch.compute_capability()
-    return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99]
+    return TILES[targets.shared_memory_kb()]
 
 
 def refusal(dtype, tile_rows: int) -> str | None:

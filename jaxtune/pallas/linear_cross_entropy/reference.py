@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, one_order
+from jaxtune.pallas import one_order, targets
 
 _MULTIPLE = 8
 
@@ -49,7 +49,7 @@ def precision_of(hidden: jax.Array) -> jax.lax.Precision | jax.lax.DotAlgorithmP
     """
     if hidden.dtype != jnp.float32:
         return jax.lax.Precision.DEFAULT
-    hopper = dispatch.compute_capability() == (9, 0)
+    hopper = targets.here() is targets.HOPPER
     return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if hopper else jax.lax.Precision.HIGHEST
 
 
@@ -82,7 +82,7 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
     """log(sum(exp(logits))) over the last axis. On a GPU it reads the logits once, where jax.nn.logsumexp reads them
     twice: it reduces pairs (m, sum of exp(logit - m)), and joins two by scaling the sum with the smaller m.
     """
-    if dispatch.compute_capability() is None:
+    if targets.here() is None:
         return jax.nn.logsumexp(logits, axis=-1)
 
     def joined(left, right):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.one_order import functions, triton
 
 _STEP = 16  # columns that are added in one step of a loop
@@ -32,7 +32,7 @@ def is_exact() -> bool:
 
 def runs_kernels() -> bool:
     """Whether the operations have kernels where `exact` surrounds the trace: on a GPU."""
-    return is_exact() and dispatch.compute_capability() is not None
+    return is_exact() and targets.here() is not None
 
 
 def exactly_if[**P, R](enabled: bool, function: Callable[P, R]) -> Callable[P, R]:
@@ -111,7 +111,7 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _sums(x, weight, dtype) -> jax.Array:
-    if dispatch.compute_capability() is None:
+    if targets.here() is None:
         return contracted(x[..., None, :], weight).astype(dtype)
     out = triton.product(x.reshape(-1, x.shape[-1]), weight, None, dtype)
     return out.reshape(*x.shape[:-1], len(weight))
@@ -123,7 +123,7 @@ def adapted(x: jax.Array, weight: jax.Array, adapter: tuple[jax.Array, jax.Array
     adapter: (x A^T times the scale [N, r], B [out, r]), whose product is rounded and added in x's dtype; None: there is
       none.
     """
-    if dispatch.compute_capability() is not None:
+    if targets.here() is not None:
         return triton.product(x, weight, adapter, x.dtype)
     out = _sums(x, weight, x.dtype)
     return out if adapter is None else out + _sums(*adapter, x.dtype)
@@ -159,7 +159,7 @@ def log_probabilities(
 
     logits: float32[N, size or more]. tokens: int32[N, K]. temperature: float32[N].
     """
-    if dispatch.compute_capability() is not None:
+    if targets.here() is not None:
         return triton.log_probabilities(logits, tokens, temperature, size)
     scores = tempered(logits[:, :size], temperature[:, None])
     top, log_sum = normaliser(scores)

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MOST_RANK = 128
@@ -38,8 +38,8 @@ def refusal(dtype) -> str | None:
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if dispatch.compute_capability() != (9, 0):
-        return "measured on Hopper alone (compute capability 9.0)"
+    if (reason := targets.measured(targets.HOPPER)) is not None:
+        return reason
     return None if dtype == jnp.bfloat16 else f"products in {jnp.dtype(dtype).name}; measured in bfloat16 alone"
 
 
@@ -56,7 +56,7 @@ def tile_of(count: int, out: int) -> Tile:
         tokens = max(16, 1 << (count - 1).bit_length())
         return Tile(tokens, 64 if out >= 8192 else 32, 128, 4, 4)
     programs = -(-count // 128) * -(-out // 256)
-    if programs < dispatch.multiprocessors():
+    if programs < targets.multiprocessors():
         return Tile(64, 128, 64, 4, 4)
     return Tile(128, 256, 64, 8, 4)
 

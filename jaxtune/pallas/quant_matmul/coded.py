@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas import compat, dispatch, one_order, targets
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4, Stored
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
@@ -133,8 +133,8 @@ def refusal(
     reason = "sums in one order" if one_order.is_exact() else compat.triton_refusal()
     if reason is not None:
         return reason
-    if dispatch.compute_capability() != (9, 0):
-        return "measured on Hopper alone (compute capability 9.0)"
+    if (reason := targets.measured(targets.HOPPER)) is not None:
+        return reason
     kind = coding(weights[0])
     if kind is None or dtype != jnp.bfloat16 or len(weights) > MOST_WEIGHTS or not 1 <= tokens <= MOST_ROWS:
         names = ", ".join(type(weight).__name__ for weight in weights)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.gated import ACTIVATIONS
@@ -98,8 +98,8 @@ def refusal(
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if dispatch.compute_capability() != (9, 0):
-        return "written for Hopper alone (compute capability 9.0)"
+    if (reason := targets.measured(targets.HOPPER)) is not None:
+        return reason
     blocks = in_blocks(weights)
     if blocks is None or dtype != jnp.bfloat16 or len(weights) > _MOST_WEIGHTS or not 1 <= tokens <= MOST_ROWS:
         names = ", ".join(type(weight).__name__ for weight in weights)

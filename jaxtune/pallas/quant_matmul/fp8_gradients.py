@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.gated.thin_triton import width_of
 from jaxtune.pallas.quant_matmul import fp8_rounding
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
@@ -24,7 +24,7 @@ _LARGEST_RANK = 32
 
 def tile() -> Tile:
     """The fastest Tile measured on Hopper; other GPUs were not measured. Its columns must be a multiple of 128."""
-    return Tile(64, 256, 8, 3, 2) if dispatch.compute_capability() == (9, 0) else Tile(32, 128, 4, 2, 4)
+    return Tile(64, 256, 8, 3, 2) if targets.here() is targets.HOPPER else Tile(32, 128, 4, 2, 4)
 
 
 def refusal(widths: Sequence[int], ranks: Sequence[int], dtype) -> str | None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtune.pallas import dispatch, gpu_kernel, mosaic_types, persistent
+from jaxtune.pallas import gpu_kernel, mosaic_types, persistent
 from jaxtune.pallas.mosaic_modules import plgpu
 
 _WARPGROUPS = 2  # warpgroups that compute
@@ -59,8 +59,8 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
     """Why this kernel cannot multiply e4m3 [tokens, in_size] by [out_size, in_size], or None."""
-    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     multiple = STEP if in_blocks else _HALF_STEP
     for size in (in_size, out_size):
         if size % multiple:

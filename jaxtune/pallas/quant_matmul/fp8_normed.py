@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 _LARGEST_RANK = 64
@@ -32,7 +32,7 @@ def tile(width: int, size: int) -> Tile:
     columns = _HALF if size % BLOCK else BLOCK
     if not width:
         return Tile(16, columns, 4, 1)  # nothing is read ahead, but many programs run side by side
-    if dispatch.compute_capability() == (9, 0):
+    if targets.here() is targets.HOPPER:
         return Tile(64, columns, 8, 3)
     return Tile(32, columns, 4, 2)
 
@@ -42,10 +42,8 @@ def refusal(x, rank: int, blocks: bool) -> str | None:
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    capability = dispatch.compute_capability()
-    assert capability is not None
-    if capability < (8, 9):
-        return f"needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+    if (reason := targets.fp8_refusal()) is not None:
+        return reason
     if x.dtype != jnp.bfloat16:
         return f"dtype {jnp.dtype(x.dtype)}"
     multiple = BLOCK if blocks else _HALF

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import dispatch, meshes, targets
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.gated import reference, thin, thin_triton
 from jaxtune.pallas.normed_heads import inverse_rms, normed
 from jaxtune.pallas.quant_matmul import fp8_gradients, fp8_mosaic, fp8_normed, fp8_rounding, fp8_triton, low_rank
 from jaxtune.pallas.quant_matmul.fp8_plain import by_blocks, by_rows, whole_blocks
-from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK, LEAST_CAPABILITY
+from jaxtune.pallas.quant_matmul.fp8_rounding import BLOCK
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
 _LEAST_ROWS = 512  # that are rounded by a kernel
@@ -173,10 +173,7 @@ def _rounds_gated(
         return False
 
     def refusal():
-        capability = dispatch.compute_capability()
-        if capability is not None and capability < LEAST_CAPABILITY:
-            return "needs a GPU that has e4m3 (compute capability 8.9)"
-        reason = thin_triton.refusal(gate, rank, activation)
+        reason = targets.fp8_refusal() or thin_triton.refusal(gate, rank, activation)
         return reason or first_use(gate.dtype, thin_triton.width_of(rank), activation)
 
     return dispatch.choose(op, {"triton": refusal, "reference": lambda: None}, None) == "triton"

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 
 _ARRAYS = 4  # that may be side by side
 _MOST = 51_200  # the longest row that has one scale, as long as fits in registers
-LEAST_CAPABILITY = (8, 9)  # of GPUs that convert to e4m3
 _TILE_ROWS = 128  # sorted rows that have one expert; a program's rows, a power of two, are among them
 BLOCK = 128  # numbers that share a scale, if rows do not
 
@@ -50,10 +49,8 @@ def refusal(widths: Sequence[int], dtype, blocks: bool) -> str | None:
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    capability = dispatch.compute_capability()
-    assert capability is not None
-    if capability < LEAST_CAPABILITY:
-        return f"needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+    if (reason := targets.fp8_refusal()) is not None:
+        return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if len(widths) > _ARRAYS:

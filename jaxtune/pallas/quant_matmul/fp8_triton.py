@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 
 ROWS = 128  # rows of a tile
 _COLUMNS = (128, 64)  # columns of a tile; the first that divide the output's are taken
@@ -24,10 +24,8 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    capability = dispatch.compute_capability()
-    assert capability is not None
-    if capability < (8, 9):
-        return f"needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+    if (reason := targets.fp8_refusal()) is not None:
+        return reason
     multiple = _BLOCK if in_blocks else _STEPS[-1]
     for size in (in_size, out_size):
         if size % multiple:
@@ -51,7 +49,7 @@ def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks:
 
     (tokens, inner), outer = x.shape, w.shape[-2]
     # A block's sum is in registers beside the total; with 128 columns both spill on Ada.
-    widest = 64 if in_blocks and dispatch.compute_capability() == (8, 9) else _COLUMNS[0]
+    widest = 64 if in_blocks and targets.here() is targets.ADA else _COLUMNS[0]
     columns = next(size for size in _COLUMNS if size <= widest and outer % size == 0)
     none = jnp.zeros((1,), jnp.int32)
     u, side = (x, w) if extra is None else extra

@@ -32,8 +32,8 @@ _ROWS = lanes.ROWS_OF_A_WARP
 
 def refusal(weight: Stored, dtype) -> str | None:
     """The reason why `dequantize` cannot decode this weight to `dtype`, or None."""
-    if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if not Chunks.decodes(weight):

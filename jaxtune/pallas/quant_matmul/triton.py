@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NF4, FourBit
 from jaxtune.pallas.quant_matmul.reference import exact_product
@@ -97,8 +97,8 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if dispatch.compute_capability() != (9, 0):
-        return "measured on Hopper alone (compute capability 9.0)"
+    if (reason := targets.measured(targets.HOPPER)) is not None:
+        return reason
     if not isinstance(weight, NF4) or dtype != jnp.bfloat16:
         return f"{type(weight).__name__} in {jnp.dtype(dtype).name}; NF4 in bfloat16 alone"
     if tokens > _FEW_TOKENS:

@@ -25,10 +25,8 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
     """Why the kernel cannot copy tokens of `hidden` numbers to k rows each, or None."""
-    from jaxtune.pallas.dispatch import compute_capability
-
-    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if hidden % _WIDTH or not 0 < hidden <= 8192:

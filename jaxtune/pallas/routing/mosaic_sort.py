@@ -23,10 +23,8 @@ _EXPERTS = 64  # experts that are compared at a time
 
 
 def refusal() -> str | None:
-    from jaxtune.pallas.dispatch import compute_capability
-
-    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     return None
 
 

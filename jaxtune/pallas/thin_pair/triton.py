@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.ranges import firsts_of, ranges_of
 from jaxtune.pallas.thin_pair import reference
 
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 def tile(width: int, out: int) -> Tile:
     """The Tile for thin arrays of `width` columns and outputs of `out` numbers on the GPU compiled for."""
-    if dispatch.compute_capability() != (9, 0):
+    if targets.here() is not targets.HOPPER:
         return Tile(64, 4096 // max(width, 16), 4, 2, 4)  # tiles are read to registers, by several programs at a time
     if width == 16:
         return Tile(64, 256 if out < _WIDE else 512, 4, 3, 1)

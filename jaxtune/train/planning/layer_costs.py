@@ -23,7 +23,7 @@ from jaxtune.models.programs.kept import result_shapes
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.models.stack.stack_layers import with_low_rank_kept
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.fitted import device_name
 from jaxtune.pallas.formats import Stored
@@ -228,7 +228,7 @@ def _segment_work(
                 sums["moved_bytes"] += rounded * (dtype.itemsize + 1) / 2
         # A module's own float32 product runs at the device's float32 rate and copies what it reads to float32.
         wide = matrix.compute == "float32" and dtype.itemsize < 4
-        plain = float32_time(dispatch.device_kind() or "") if wide else 1.0
+        plain = float32_time(targets.device_kind() or "") if wide else 1.0
         sums["flops"] += (
             2.0 * used_weights * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else plain)
         )

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from jaxtune.pallas.dispatch import compile_for
+from jaxtune.pallas.targets import compile_for
 
 
 class _PinnedHost(SingleDeviceSharding):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.decode.attention import as_trained, decode_attention, inserted, written
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
@@ -81,7 +81,7 @@ def test_a_step_copies_no_cache(rows):
     ],
 )
 def test_triton_kernels_fit(capability, dim, cache_dtype, tmp_path):
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         for capacity in (CAPACITY, 768):
             jax.eval_shape(
                 lambda *a: decode_attention(*a, scale=0.1, implementation="triton"),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch, one_order
+from jaxtune.pallas import dispatch, one_order, targets
 from jaxtune.pallas.decode.few_rows import (
     added_norm,
     attended,
@@ -52,7 +52,7 @@ def test_wide_products_with_adapters_fit_a_hopper_gpu(rows, rank, tmp_path):
     """Of gate and up as one product, in one order."""
     weight = array(INNER, HIDDEN)
     lora = LoraWeights(jnp.zeros((rank, HIDDEN), jnp.bfloat16), jnp.zeros((INNER, rank), jnp.bfloat16))
-    with dispatch.compile_for((9, 0)), one_order.exact(), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), one_order.exact(), recorded_calls() as calls:
         jax.eval_shape(lambda x, gate, up: products(x, [gate, up], [lora] * 2), array(rows, HIDDEN), weight, weight)
     assert [settings["ROWS"] for *_, settings in calls] == [128]
     assert_fit(calls, tmp_path)
@@ -67,7 +67,7 @@ def test_a_gated_product_of_most_rows_and_ranks_of_several_models_is_not_a_kerne
 
 def test_products_of_many_rows_with_several_weights_or_a_small_one_fit_a_hopper_gpu(tmp_path):
     weights = array(HIDDEN, HIDDEN), array(KV_HEADS * DIM, HIDDEN), array(KV_HEADS * DIM - 64, HIDDEN)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         jax.eval_shape(lambda x, query, key, _: products(x, [query, key, key]), array(256, HIDDEN), *weights)
         jax.eval_shape(lambda x, query, key, _: products(x, [query]), array(200, HIDDEN), *weights)
         jax.eval_shape(lambda x, query, _, uneven: products(x, [query, uneven]), array(256, HIDDEN), *weights)
@@ -108,7 +108,7 @@ def calls_of(
         attention, gated = [lora(query), lora(key), lora(key)], gated_product(x, gate, gate, "silu", [lora(gate)] * 2)
         return products(x, [query, key, key], attention), gated, products(wide, [down], [lora(down)])
 
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         weights = array(hidden, hidden), array(keys, hidden), array(inner, hidden), array(hidden, inner)
         jax.eval_shape(run, array(rows, hidden), array(rows, inner), *weights)
     assert len(calls) == count
@@ -150,7 +150,7 @@ def test_products_with_experts_fit_a_hopper_gpu(case, rank, own_ranks, tmp_path)
     def run(x, gate_up, down, choice, weights):
         return experts_down(experts_gated(x, gate_up, choice, weights, "silu", lora(gate_up)), down, choice, lora(down))
 
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         matrices = array(experts, 2 * inner, hidden), array(experts, hidden, inner)
         ints, floats = array(count, k, dtype=jnp.int32), array(count, k, dtype=jnp.float32)
         jax.eval_shape(run, array(count, hidden), *matrices, ints, floats)
@@ -168,7 +168,7 @@ def test_other_kernels_fit(capability, tmp_path):
     parts = array(4, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=jnp.float32)
     table = (array(rows, DIM // 2, dtype=jnp.float32),) * 2
     keys, positions = array(rows, KV_HEADS, 768, DIM), array(rows, dtype=jnp.int32)
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(run, array(rows, HIDDEN), parts, array(HIDDEN), keys, positions, table, (array(DIM),) * 2)
     assert [kernel.__name__ for kernel, *_ in calls] == ["added_norm_kernel", "placed_kernel"]
     for call in calls:
@@ -179,7 +179,7 @@ def test_other_kernels_fit(capability, tmp_path):
 @pytest.mark.parametrize("capability", GPUS)
 def test_the_activation_of_many_rows_fits(capability, tmp_path):
     weight = array(INNER, HIDDEN)
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(lambda x, gate: gated_product(x, gate, gate, "silu"), array(257, HIDDEN), weight)
     [call] = calls
     assert call[0].__name__ == "activated_kernel"
@@ -193,7 +193,7 @@ def test_attention_of_a_new_token_fits(capability, dim, group, tmp_path):
     parts = array(2, rows, (group + 2) * KV_HEADS * dim, dtype=jnp.float32)
     table = (array(rows, dim // 2, dtype=jnp.float32),) * 2
     keys, positions = array(rows, KV_HEADS, 768, dim), array(rows, dtype=jnp.int32)
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         for norms in (None, (array(dim),) * 2):
             run = functools.partial(attended, scale=0.1, implementation="triton")
             jax.eval_shape(run, parts, keys, keys, positions, table, norms)
@@ -211,7 +211,7 @@ def test_attention_over_a_cache_in_fp8_fits(dim, rows, capacity, capability, tmp
     kernel, which moves no code between lanes."""
     parts, positions = array(2, rows, 6 * KV_HEADS * dim, dtype=jnp.float32), array(rows, dtype=jnp.int32)
     keys, table = array(rows, KV_HEADS, capacity, dim, dtype=jnp.float8_e4m3fn), (array(rows, dim // 2),) * 2
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, dtype=jnp.bfloat16, batch_invariant=False)
         out, *caches = jax.eval_shape(run, parts, keys, keys, positions, table)
     in_gluon = capability == (9, 0) and dim == 128 and rows == 64
@@ -231,7 +231,7 @@ def test_attention_over_a_cache_in_fp8_fits(dim, rows, capacity, capability, tmp
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_token_is_placed_in_a_cache_in_fp8(capability, dim, tmp_path):
     keys, rows = array(5, KV_HEADS, 768, dim, dtype=jnp.float8_e4m3fn), array(5, dtype=jnp.int32)
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         run = functools.partial(placed, dtype=jnp.bfloat16)
         jax.eval_shape(run, array(2, 5, 6 * KV_HEADS * dim, dtype=jnp.float32), keys, keys, rows)
     [call] = calls
@@ -258,7 +258,7 @@ def test_kernels_of_the_attention_by_the_number_of_rows_fit_a_hopper_gpu(
     """Four programs share a multiprocessor, where there are so many. shares: how many programs share a head, which is
     one where a row must have the same bits in any batch."""
     parts, keys = array(2, rows, (group + 2) * KV_HEADS * DIM, dtype=jnp.float32), array(rows, KV_HEADS, 768, DIM)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=invariant)
         jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
     [call] = calls
@@ -279,7 +279,7 @@ def test_the_attention_of_many_rows_fits_a_hopper_gpu(dtype, everything, tmp_pat
         table = (array(64, DIM // 2, dtype=jnp.float32),) * 2
         given = array(4, *parts.shape[1:], dtype=jnp.float32), keys, keys, rows, table, (array(DIM, dtype=dtype),) * 2
         options = {"window": 100, "soft_cap": 5.0, "sinks": jnp.zeros(4 * KV_HEADS)}
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         jax.eval_shape(functools.partial(attended, scale=0.1, batch_invariant=False, **options), *given)
     [call] = calls
     assert call[0].__name__ == "many_kernel" and bool(call[2]["WINDOW"]) is everything
@@ -303,7 +303,7 @@ def test_the_attention_of_many_rows_fits_a_hopper_gpu(dtype, everything, tmp_pat
 def test_the_attention_of_many_rows_reads_long_caches(rows, capacity, invariant, kernel, tmp_path):
     """A cache that the kernel does not read is written and read apart."""
     keys, parts = array(rows, KV_HEADS, capacity, DIM), array(2, rows, 6 * KV_HEADS * DIM, dtype=jnp.float32)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=invariant)
         jax.eval_shape(run, parts, keys, keys, array(rows, dtype=jnp.int32))
     assert dispatch.record["attended"][0] == ("triton" if kernel else "apart")
@@ -316,7 +316,7 @@ def test_the_attention_of_many_rows_without_gluon_is_that_of_triton(monkeypatch)
     monkeypatch.setitem(sys.modules, "jaxtune.pallas.decode.few_rows.attended_gluon", None)
     monkeypatch.delattr(importlib.import_module("jaxtune.pallas.decode.few_rows"), "attended_gluon", raising=False)
     keys, parts = array(64, KV_HEADS, 768, DIM), array(2, 64, 6 * KV_HEADS * DIM, dtype=jnp.float32)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=False)
         jax.eval_shape(run, parts, keys, keys, array(64, dtype=jnp.int32))
     assert [kernel.__name__ for kernel, *_ in calls] == ["attended_kernel"]
@@ -327,7 +327,7 @@ def test_the_attention_reads_keys_before_its_own_parts(dim, group, invariant, tm
     """The only number that is read before the first keys is the row's position."""
     parts = array(2, 64, (group + 2) * KV_HEADS * dim, dtype=jnp.float32)
     keys, positions = array(64, KV_HEADS, 768, dim), array(64, dtype=jnp.int32)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         run = functools.partial(attended, scale=0.1, batch_invariant=invariant, implementation="triton")
         jax.eval_shape(run, parts, keys, keys, positions)
     [call] = calls
@@ -341,7 +341,7 @@ def test_the_attention_reads_keys_before_its_own_parts(dim, group, invariant, tm
 def test_choosing_a_token_fits(capability, vocab, masks, tmp_path):
     numbers = (array(64, dtype=jnp.float32),) * 3
     numbers += (array(64, vocab // 32, dtype=jnp.uint32),) * masks
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         run = functools.partial(chosen_token, implementation="triton")
         jax.eval_shape(lambda logits, *given: run(logits, vocab, *given), array(64, vocab, dtype=jnp.float32), *numbers)
     assert [kernel.__name__ for kernel, *_ in calls] == ["chunk_kernel", "token_kernel"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.attention import attention_backward, attention_forward, packed_layout
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
@@ -42,7 +42,7 @@ def arguments(dim, dtype, where=None):
 
 @pytest.mark.parametrize(("capability", "dim", "features"), CASES)
 def test_kernels_fit(capability, dim, features, tmp_path):
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(lambda *a: step(*a, **features), *arguments(dim, jnp.bfloat16))
     assert [kernel.__name__ for kernel, *_ in calls] == ["forward_kernel", "query_kernel", "key_kernel"]
     for call in calls:

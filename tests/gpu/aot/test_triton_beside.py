@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.models.programs.kept import Request
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 from jaxtune.pallas.gated import gated_thin, gated_thin_backward
 from jaxtune.pallas.thin_pair import thin_pair, thin_pairs
 from tests import patience
@@ -115,7 +115,7 @@ def test_each_kernel_is_compiled_once_and_not_by_the_lowering(compilations):
 
 
 def test_shapes_that_are_only_traced_compile_nothing(compilations):
-    with dispatch.compile_for((9, 0)):
+    with targets.compile_for((9, 0)):
         jax.eval_shape(forward_and_backward("silu"), *arguments(4096, 2880, 16))
     assert not compilations and not compat._begun
 

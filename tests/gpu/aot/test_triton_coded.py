@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.formats import FP8, MXFP4, NVFP4
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.formats.int8 import Int8
@@ -36,7 +36,7 @@ def test_adapters_are_one_kernel_more(name, sizes, tokens, gated, rank, tmp_path
     its own, beside the other activation."""
     x = jax.ShapeDtypeStruct((tokens, 4096), jnp.bfloat16)
     activation = ("gelu_tanh" if gated else "silu") if len(sizes) == 2 else None
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls:
+    with targets.compile_for(HOPPER), recorded_calls() as calls:
         weights = [jax.eval_shape(FORMATS[name], jax.ShapeDtypeStruct((size, 4096), jnp.bfloat16)) for size in sizes]
         shapes = [((rank, 4096), (size, rank)) for size in sizes]
         gate = jax.ShapeDtypeStruct((tokens, rank), jnp.float32) if gated else None
@@ -65,7 +65,7 @@ def test_the_kernel_fits(name, columns, sizes, tokens, tmp_path):
     """Copied 16 bytes at a time, multiplied by mma, and nothing spills."""
     x = jax.ShapeDtypeStruct((tokens, columns), jnp.bfloat16)
     activation = "silu" if len(sizes) == 2 else None
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls:
+    with targets.compile_for(HOPPER), recorded_calls() as calls:
         weights = [jax.eval_shape(FORMATS[name], jax.ShapeDtypeStruct((size, columns), jnp.bfloat16)) for size in sizes]
         jax.eval_shape(functools.partial(few_product, activation=activation), x, weights)
     [call] = calls

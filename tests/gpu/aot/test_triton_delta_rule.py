@@ -14,7 +14,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.published import PUBLISHED
 from jaxtune.models.registry import config_from_hf
 from jaxtune.models.stack.residual_plan import RECOMPUTE, ResidualPlan
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import gated_delta_rule, short_convolution_parts
 from jaxtune.pallas.delta_rule.triton import DIM
@@ -43,7 +43,7 @@ def arguments(where=None):
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (8, 6)])
 def test_kernels_fit(capability, tmp_path):
     jax.clear_caches()  # a trace for one GPU is no trace for another
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(step, *arguments())
     assert [kernel.__name__ for kernel, *_ in calls] == [
         "numbers_kernel",
@@ -86,7 +86,7 @@ def convolution_arguments(where=None):
 def test_the_convolution_keeps_tokens_in_registers(capability, tmp_path):
     """Four channels a thread, loaded and stored at once, and nothing spills."""
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(convolution, *convolution_arguments())
     for call, least in zip(calls, (7, 11), strict=True):
         compiled = compile_call(call, capability, tmp_path)
@@ -108,7 +108,7 @@ def test_the_convolution_and_its_gradient_are_a_kernel_each():
 def test_every_array_is_divided_between_devices():
     """A kernel counts rows from the first that its device has."""
     jax.clear_caches()
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
+    with targets.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
         jax.eval_shape(step, *arguments())
     assert len(calls) == 8
     for kernel, types, _ in calls:
@@ -133,7 +133,7 @@ def test_a_layer_that_is_computed_again_makes_its_chunks_once_more():
         return model.hidden_states(tokens, plan=ResidualPlan.uniform(RECOMPUTE, 1)).astype(jnp.float32).sum()
 
     jax.clear_caches()
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         nnx.eval_shape(nnx.grad(total), model, tokens)
     assert [kernel.__name__.removesuffix("_kernel") for kernel, *_ in calls] == [
         "convolution",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.gated import RowGate
 from jaxtune.pallas.grouped_matmul import gated_thin
 from jaxtune.pallas.grouped_matmul.layout import groups_of
@@ -38,7 +38,7 @@ def test_sums_stay_in_registers(experts, size, rank, gate, tmp_path):
         found = gated_thin.gated_rows_thin(gate_up, weights, a, groups, gate)
         return *found, *gated_thin.gated_rows_thin_backward(gate_up, weights, dgated, dinner, rank, groups, gate)
 
-    with dispatch.compile_for(CAPABILITY), recorded_calls() as calls:
+    with targets.compile_for(CAPABILITY), recorded_calls() as calls:
         jax.eval_shape(both, gate_up, weights, a, dgated, dinner, sizes)
     assert len(calls) == 2
     for call in calls:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.grouped_matmul import thin_pair
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from tests.gpu.aot.triton_compiler import SHARED_MEMORY_KB, compile_call, recorded_calls
@@ -30,7 +30,7 @@ def test_sums_stay_in_registers(experts, out, rank, tmp_path):
     rows = jax.eval_shape(lambda sizes: jnp.zeros(groups_of(sizes, 8 * 16384).rows), sizes).shape[0]
     dout, inner = (jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for size in (out, 64))
     b = jax.ShapeDtypeStruct((experts, out, rank), jnp.float32)
-    with dispatch.compile_for(CAPABILITY), recorded_calls() as calls:
+    with targets.compile_for(CAPABILITY), recorded_calls() as calls:
         dinner, db = jax.eval_shape(pair, dout, b, inner, sizes)
     assert dinner.shape == (rows, 64) and db.shape == b.shape
     [call] = calls

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import MATRIX, ROW, TILE
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_few
@@ -23,7 +23,7 @@ def calls_of(tokens: int, sizes, columns: int, block, rank: int = 0, gated: bool
     activation: of two weights.
     """
     activation = activation if len(sizes) == 2 else None
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls:
+    with targets.compile_for(HOPPER), recorded_calls() as calls:
         weights = [
             jax.eval_shape(functools.partial(FP8.encode, block=block), jax.ShapeDtypeStruct((n, columns), jnp.bfloat16))
             for n in sizes
@@ -94,7 +94,7 @@ def test_the_product_of_17_to_32_rows_fits(block, sizes, tokens, rank, tmp_path)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("columns", [4096, 14336])
 def test_the_rounding_fits(columns, blocks, tmp_path):
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls:
+    with targets.compile_for(HOPPER), recorded_calls() as calls:
         x = jax.ShapeDtypeStruct((64, columns), jnp.bfloat16)
         jax.eval_shape(functools.partial(fp8_few.rounded, blocks=blocks), x)
     [call] = calls

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import dispatch, meshes, targets
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, quant_matmul
@@ -42,7 +42,7 @@ def test_sums_stay_in_registers(capability, widths, rank, tmp_path):
     if capability < (8, 9):
         return  # it has no e4m3
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(rounded, *arguments(widths, rank, 16384))
     [call] = calls
     kernel = compile_call(call, capability, tmp_path)
@@ -66,7 +66,7 @@ def test_sums_stay_in_registers(capability, widths, rank, tmp_path):
 
 def test_tokens_are_divided_between_devices():
     jax.clear_caches()
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
+    with targets.compile_for(HOPPER), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
         (codes, scales), products, dbs = jax.eval_shape(meshes.on_any_mesh(rounded), *arguments((1024, 512), 16))
     assert codes.shape == (4096, 1536) and scales.shape == (4096, 12) and products.shape == (4096, 32)
     assert [db.shape for db in dbs] == [(1024, 16), (512, 16)]
@@ -78,7 +78,7 @@ def test_tokens_are_divided_between_devices():
 def test_other_calls_round_and_multiply_apart(refused):
     width, rank, tokens, dtype = ({"width": 1024, "rank": 16, "tokens": 4096, "dtype": jnp.bfloat16} | refused).values()
     douts, inner, bs = arguments((width,), rank, tokens)
-    with dispatch.compile_for(HOPPER):
+    with targets.compile_for(HOPPER):
         assert jax.eval_shape(rounded, *arguments((1024,), 16)) is not None
         given = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, dtype), (douts, inner))
         assert jax.eval_shape(rounded, *given, bs) is None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.quant_matmul import LoraWeights, normed_matmul
@@ -32,7 +32,7 @@ def arguments(size: int, rank: int, rows: int = 4096):
 def traced(blocks: bool, rounding: NormRounding, given, capability):
     """(the shapes that normed_operand returns, the recorded calls of kernels)."""
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         found = jax.eval_shape(lambda x, weight, a: normed_operand(x, weight, rounding, a, blocks), *given)
     return found, calls
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.formats import FP8
 from jaxtune.pallas.formats.fp8 import TILE
 from jaxtune.pallas.quant_matmul import fp8_product, fp8_rounding, quant_matmul
@@ -46,7 +46,7 @@ def test_rows_stay_in_registers(widths, scaled, blocks, capability, tmp_path):
     """Numbers are read and codes written by vectors; nothing spills, but two registers of the longest rows on 12.0."""
     jax.clear_caches()
     factors = vector(sum(widths)) if scaled and not blocks else None
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         codes, scale = jax.eval_shape(lambda *given: fp8_product.side_by_side(*given, blocks), arrays(*widths), factors)
     assert codes.shape == (4096, -(-sum(widths) // 128) * 128 if blocks else sum(widths))
     assert scale.shape == (4096, codes.shape[1] // 128 if blocks else 1)
@@ -63,7 +63,7 @@ def test_rows_of_experts(width, scaled, blocks, tmp_path):
     jax.clear_caches()
     factors = vector(width, lead=(128,)) if scaled else None
     tokens, experts = vector(8192, jnp.int32), vector(64, jnp.int32)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         jax.eval_shape(
             lambda *given: fp8_rounding.rounded(*given, blocks=blocks), arrays(width), factors, experts, tokens
         )
@@ -74,7 +74,7 @@ def test_rows_of_experts(width, scaled, blocks, tmp_path):
 def test_rows_are_divided_between_devices():
     jax.clear_caches()
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(mesh):
+    with targets.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(mesh):
         codes, scale = jax.eval_shape(lambda given: fp8_product.side_by_side(given, None, True), arrays(1024))
     assert codes.shape == (4096, 1024) and scale.shape == (4096, 8)
     [(_, types, _)] = calls

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.gated import RowGate, gated_rows_backward
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.triton_compiler import GPUS, compile_call, recorded_calls
@@ -30,7 +30,7 @@ def arguments(rows: int, size: int, where=None):
 def test_numbers_stay_in_registers(capability, size, gate, tmp_path):
     """Nothing spills on Hopper, and a thread reads and writes 16 bytes at once."""
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(lambda *arrays: gated_rows_backward(*arrays, gate), *arguments(4096, size))
     [call] = calls
     compiled = compile_call(call, capability, tmp_path)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxtune.pallas import dispatch, meshes
+from jaxtune.pallas import dispatch, meshes, targets
 from jaxtune.pallas.gated import gated_thin, gated_thin_backward, thin
 from tests.gpu.aot.target import H200
 from tests.gpu.aot.test_compile_h200 import INNER, TOKENS, compiled
@@ -54,7 +54,7 @@ def test_other_gpus_have_room_for_several_programs(run, capability, tmp_path):
     if run in (rounded, rounded_backward) and capability < (8, 9):
         return  # it has no e4m3, and fp8_product does not call the kernel
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(run, *arguments(14336, 32))
     [call] = calls
     kernel = compile_call(call, capability, tmp_path)
@@ -68,7 +68,7 @@ def test_other_gpus_have_room_for_several_programs(run, capability, tmp_path):
 def test_sums_stay_in_registers(run, size, rank, tmp_path):
     """Nothing spills, 16 bytes are read ahead and written at once, and several programs fit a multiprocessor."""
     jax.clear_caches()
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls:
+    with targets.compile_for(HOPPER), recorded_calls() as calls:
         jax.eval_shape(run, *arguments(size, rank))
     [call] = calls
     kernel = compile_call(call, HOPPER, tmp_path)
@@ -86,7 +86,7 @@ def test_sums_stay_in_registers(run, size, rank, tmp_path):
 @pytest.mark.parametrize("run", RUNS)
 def test_float16_is_rounded_to_float16(run, tmp_path):
     jax.clear_caches()
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls:
+    with targets.compile_for(HOPPER), recorded_calls() as calls:
         jax.eval_shape(run, *arguments(2880, 8, dtype=jnp.float16))
     [call] = calls
     kernel = compile_call(call, HOPPER, tmp_path)
@@ -107,7 +107,7 @@ def test_the_backward_writes_over_its_arguments():
 
 def test_tokens_are_divided_between_devices():
     jax.clear_caches()
-    with dispatch.compile_for(HOPPER), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
+    with targets.compile_for(HOPPER), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
         dgate, dup, da = jax.eval_shape(backward, *arguments(1024, 16))
         gated, inner = jax.eval_shape(forward, *arguments(1024, 16))
         found = jax.eval_shape(meshes.on_any_mesh(rounded_backward), *arguments(1024, 16))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul, triton
 from jaxtune.pallas.grouped_matmul.layout import groups_of
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
@@ -36,7 +36,7 @@ def arguments(where=None):
 
 @pytest.mark.parametrize("capability", GPUS)
 def test_kernels_fit(capability, tmp_path):
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(lambda *arrays: step(*arrays), *arguments())  # traced anew for each GPU
         assert triton.tile() == triton.TILES[SHARED_MEMORY_KB[capability]]
     assert [settings["INNER_LAST"] for *_, settings in calls] == [1, 0]

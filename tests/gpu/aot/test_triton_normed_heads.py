@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import dispatch, targets
 from jaxtune.pallas.normed_heads import normed_heads
 from tests.gpu.aot.triton_compiler import GPUS, compile_call, recorded_calls, target
 
@@ -39,7 +39,7 @@ def arguments(heads: int, dim: int, where=None):
 def test_numbers_stay_in_registers(capability, heads, dim, tmp_path):
     """Nothing spills on Hopper, and a thread reads and writes 16 bytes at once where halves are long enough."""
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(gradients, *arguments(heads, dim))
     assert [kernel.__name__ for kernel, *_ in calls] == ["normed_heads_kernel", "normed_heads_gradient_kernel"]
     for call, arrays in zip(calls, (1, 2), strict=True):
@@ -63,7 +63,7 @@ def test_the_norm_the_rotation_and_their_gradients_are_a_kernel_each():
 def test_every_array_is_divided_between_devices():
     """A kernel counts heads from the first that its device has; the weight's gradient is added up over devices."""
     jax.clear_caches()
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
+    with targets.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
         jax.eval_shape(gradients, *arguments(16, 128))
     for _, types, _ in calls:
         assert {array.shape[0] for array in types if len(array.shape) > 2} == {1}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.normed_stream import normed_stream
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200
@@ -37,7 +37,7 @@ def arguments(size: int):
 def test_rows_stay_in_registers(capability, size, tmp_path):
     """Nothing spills on Hopper, and a thread reads and writes 16 bytes at once."""
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         for run in (gradient, gradients):
             jax.eval_shape(run, *arguments(size))
     assert len(calls) == 2
@@ -51,7 +51,7 @@ def test_rows_stay_in_registers(capability, size, tmp_path):
 def test_every_array_is_divided_between_devices():
     """The weight's gradient is added up over devices."""
     jax.clear_caches()
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
+    with targets.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((ROWS,), ("data",))):
         jax.eval_shape(gradients, *arguments(1024))
     for _, types, _ in calls:
         assert {array.shape[0] for array in types if len(array.shape) > 2} == {1}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
@@ -30,7 +30,7 @@ def test_kernels_fit(capability, tmp_path):
         x = jnp.zeros((16, INNER), jnp.bfloat16)
         return triton.dequantize(weight), triton.small_matmul(x[:1], weight), triton.small_matmul(x, weight)
 
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(run, weight_like())
     compiled = {kernel.__name__: compile_call((kernel, *rest), capability, tmp_path) for kernel, *rest in calls}
     assert list(compiled) == ["dequantise_kernel", "vector_kernel", "matrix_kernel"]
@@ -67,7 +67,7 @@ def test_products_of_codes_fit(capability, block, tmp_path):
 
     sizes = array(experts, dtype=jnp.int32)
     rows = jax.eval_shape(lambda sizes: groups_of(sizes, tokens), sizes).rows
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         for rank in (16, 96):
             jax.eval_shape(run, array(tokens, inner), encoded(outer, inner), array(tokens, rank), array(outer, rank))
         sides = array(experts, 16, inner), array(experts, outer, 16)

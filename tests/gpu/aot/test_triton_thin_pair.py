@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.thin_pair import thin_pair, thin_pairs
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200
@@ -31,7 +31,7 @@ def pair(*arrays):
 def test_sums_stay_in_registers(capability, out, rank, tmp_path):
     """Nothing spills on Hopper, where tiles are read ahead to shared memory, 16 bytes at once."""
     jax.clear_caches()
-    with dispatch.compile_for(capability), recorded_calls() as calls:
+    with targets.compile_for(capability), recorded_calls() as calls:
         jax.eval_shape(pair, *arguments(out, rank))
     [call] = calls
     compiled = compile_call(call, capability, tmp_path)
@@ -47,7 +47,7 @@ def test_outputs_that_share_a_kernel_are_read_as_one(tmp_path):
     """Query, key and value of SmolLM2-135M, each 16 bytes at once, although their sizes are data."""
     given = [arguments(out, 16, 8192) for out in (576, 192, 192)]
     inner = jax.ShapeDtypeStruct((8192, 48), jnp.bfloat16)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+    with targets.compile_for((9, 0)), recorded_calls() as calls:
         jax.eval_shape(thin_pairs, [each[0] for each in given], [each[1] for each in given], inner)
     [call] = calls
     compiled = compile_call(call, (9, 0), tmp_path)
@@ -59,7 +59,7 @@ def test_tokens_are_divided_between_devices():
     jax.clear_caches()
     dout, b, inner = arguments(1024, 16)
     joined = jax.ShapeDtypeStruct((4096, 32), jnp.bfloat16)
-    with dispatch.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
+    with targets.compile_for((9, 0)), recorded_calls() as calls, use_abstract_mesh(AbstractMesh((2,), ("data",))):
         dinner, db = jax.eval_shape(pair, dout, b, inner)
         dinners, dbs = jax.eval_shape(thin_pairs, [dout] * 2, [b] * 2, joined)
     assert dinner.shape == (4096, 16) and db.shape == (1024, 16)

@@ -19,7 +19,7 @@ from tests.gpu.aot.target import H200, Target
 
 # Shared memory that a block may have, in KB, by compute capability (CUDA C++ Programming Guide, technical
 # specifications per compute capability).
-SHARED_MEMORY_KB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (12, 0): 99}
+SHARED_MEMORY_KB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 GPUS = [pytest.param(capability, id=f"sm_{capability[0]}{capability[1]}") for capability in SHARED_MEMORY_KB]
 
 _POINTERS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, dispatch, targets
 from jaxtune.pallas.arguments import INTEGERS, Arguments
 
 _BLOCK = 8192  # numbers that a program copies
@@ -40,9 +40,8 @@ def inserted(
     def refusal():
         if cache.dtype not in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn):
             return f"a cache of {cache.dtype}"
-        capability = dispatch.compute_capability()
-        if cache.dtype == jnp.float8_e4m3fn and (capability is None or capability < (8, 9)):
-            return "FP8 needs compute capability 8.9"
+        if cache.dtype == jnp.float8_e4m3fn and (reason := targets.fp8_refusal()) is not None:
+            return reason
         call = str(cache.dtype)
         return compat.triton_refusal() or dispatch.first_use("inserted", "triton", call, compare)
 

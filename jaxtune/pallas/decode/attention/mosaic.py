@@ -27,7 +27,6 @@ from jaxtune.pallas.decode.attention.splits import (
     order_of,
     seen_of,
 )
-from jaxtune.pallas.dispatch import compute_capability
 from jaxtune.pallas.mosaic_modules import plgpu
 
 
@@ -55,8 +54,8 @@ def blocks_of(dim: int, dtype) -> Blocks:
 
 def refusal(query, keys) -> str | None:
     """Why these kernels cannot compute such a call, or None."""
-    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
-        return "needs a Hopper GPU (compute capability 9.0)"
+    if (reason := gpu_kernel.refusal()) is not None:
+        return reason
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
     if keys.dtype != query.dtype:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas import compat, targets
 from jaxtune.pallas.decode.attention.splits import live_tiles, log2_sinks, order_of
 
 
@@ -44,9 +44,8 @@ def refusal(query, keys) -> str | None:
         return reason
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    capability = dispatch.compute_capability()
-    if keys.dtype != query.dtype and (capability is None or capability < (8, 9)):
-        return f"a cache of {keys.dtype} needs compute capability 8.9"
+    if keys.dtype != query.dtype and (reason := targets.fp8_refusal()) is not None:
+        return reason
     dim = query.shape[-1]
     if dim % 16 or width(dim) not in TILES:
         return f"head dim {dim}; multiples of 16 up to {max(TILES)}"

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas import compat, dispatch, one_order, targets
 from jaxtune.pallas.arguments import CACHES, FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.decode.attention import decode_attention
 from jaxtune.pallas.decode.attention import reference as attention_reference
@@ -136,7 +136,7 @@ def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
     if _by_single_warps(partial_sums, keys, batch_invariant):
         return _MANY_IN_FP8 if _in_fp8(keys) else _MANY_TILE
     tile = WHOLE_TILES[dim]
-    if dispatch.compute_capability() != (9, 0):
+    if targets.here() is not targets.HOPPER:
         return tile
     # The registers allow four programs of four warps a multiprocessor, with three stages or four.
     tile = dataclasses.replace(tile, stages=3) if dim == 128 else tile
@@ -148,7 +148,7 @@ def _tile(partial_sums, keys, batch_invariant: bool) -> Tile:
 
 def _by_single_warps(partial_sums, keys, batch_invariant: bool) -> bool:
     rows, kv_heads, capacity, dim = keys.shape
-    if batch_invariant or dim != _MANY_DIM or dispatch.compute_capability() != (9, 0):
+    if batch_invariant or dim != _MANY_DIM or targets.here() is not targets.HOPPER:
         return False
     programs = rows * kv_heads
     longest = _MANY_CAPACITY if programs > 2 * _MULTIPROCESSORS else WHOLE

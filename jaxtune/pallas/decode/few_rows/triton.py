@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat, dispatch, one_order
+from jaxtune.pallas import compat, one_order, targets
 from jaxtune.pallas.decode.few_rows.shards import whole_shape
 from jaxtune.pallas.quant_matmul import LoraWeights
 from jaxtune.pallas.quant_matmul.few_sizes import ENOUGH, NUMBERS, fewest_splits, padded
@@ -84,8 +84,8 @@ def rows_refusal(count: int, dtype, weights: Sequence, fewest: int = 1, most: in
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    if dispatch.compute_capability() != (9, 0):
-        return "measured on Hopper alone (compute capability 9.0)"
+    if (reason := targets.measured(targets.HOPPER)) is not None:
+        return reason
     if dtype not in _DTYPES or any(weight.dtype != dtype for weight in weights):
         return f"x in {dtype}, weights in {', '.join(str(weight.dtype) for weight in weights)}; one of 16 bits"
     if not fewest <= count <= most:
@@ -126,7 +126,7 @@ def splits_of_many(x, weights: Sequence, loras: Sequence[LoraWeights | None]) ->
     """Splits (1, 2, 4 or 8) of a product that XLA multiplies: the fewest with which tiles of 128 x 128 occupy a Hopper
     GPU; 1 for several weights or with adapters.
     """
-    if dispatch.compute_capability() != (9, 0) or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
+    if targets.here() is not targets.HOPPER or x.dtype not in _DTYPES or len(x) <= MOST_ROWS:
         return 1
     if len(weights) > 1 or padded_rank(loras) or one_order.is_exact():
         return 1
@@ -313,12 +313,12 @@ def placed_refusal(keys, dtype=None) -> str | None:
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
-    in_fp8, capability = keys.dtype == jnp.float8_e4m3fn, dispatch.compute_capability()
+    in_fp8 = keys.dtype == jnp.float8_e4m3fn
     dtype = jnp.dtype(dtype or keys.dtype)
     if dtype not in _DTYPES or not (in_fp8 or keys.dtype == dtype):
         return f"a cache of {keys.dtype}, queries in {dtype}"
-    if in_fp8 and (capability is None or capability < (8, 9)):
-        return "a cache in FP8 needs compute capability 8.9"
+    if in_fp8 and (reason := targets.fp8_refusal()) is not None:
+        return reason
     dim = keys.shape[3]
     if dim & (dim - 1) or not 32 <= dim <= 512:
         return f"head dim {dim}; powers of two from 32 to 512"
