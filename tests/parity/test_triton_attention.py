@@ -157,7 +157,7 @@ def test_no_bit_of_one_document_reaches_another():
 
 TRACE = """
 import jax, jax.numpy as jnp
-from jaxtune.pallas import dispatch
+from jaxtune.pallas import targets
 from jaxtune.pallas.attention import attention, packed_layout
 query = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
 with targets.compile_for((8, 6)):
