@@ -905,6 +905,16 @@ class Clocked(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
 
+# The public loaders, the run's (base, teachers, references), and the check of a folder that was written.
+MAY_OPEN_CHECKPOINTS = {"jaxtune/models/hf.py", "jaxtune/train/objectives/checkpoints.py", "jaxtune/export/folders.py"}
+OPENS = re.compile(r"\bPretrained\(")
+
+
+def test_one_place_opens_the_base_of_a_run():
+    found = {name for name, text in sources("jaxtune") if OPENS.search(text)}
+    assert found == MAY_OPEN_CHECKPOINTS, "open it by train/objectives/checkpoints.py, which knows all that decides it"
+
+
 class Capabilities(ast.NodeVisitor):
     """Lines that read a device's compute capability, or compare one."""
 
