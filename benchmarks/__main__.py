@@ -7,6 +7,7 @@
 A name is a train step, a part with a script of its own, or a set of either. Records go to FOLDER, in the form of
 benchmarks/results, and so does what is printed, in files that end with .log; the exit status is 1 where a figure is
 missing, falls below its floor, or is worse than the stored record of this device: parts at 0.97 of it, steps too.
+The next call with that FOLDER goes on with the steps that have no record of this commit.
 A part is a process with a time limit, and one that fails costs only itself. Where there is no git checkout,
 JAXTUNE_COMMIT names the commit. `ablation` is of steps that are each without something, and says what it gains.
 
@@ -141,7 +142,8 @@ def beside_older(
 def beside_stored(
     names: list[str], side: Side, device: str, call: Call, options: argparse.Namespace
 ) -> dict[str, float | None]:
-    """Runs each step once and writes its record; {step: ratio to the stored one}, of those that have one.
+    """Runs each step once and writes its record; {step: ratio to the stored one}, of those that have one. A step that
+    an earlier call of this commit measured is not run again.
 
     Raises:
       SystemExit: a stored record is of another device.
@@ -151,10 +153,11 @@ def beside_stored(
         if name in stored and (found := stored[name]["device"]) != device:
             raise SystemExit(f"{name}: the stored record is of {found!r}, this device is {device!r}; use --old FOLDER")
     records, ratios = call.begun({}), dict.fromkeys(names)
-    if not options.cold:
-        call.ahead([(side, [STEPS[name] for name in names])])
+    missing = [name for name in names if records.get(name, {}).get("commit", "")[:7] != side.commit]
+    if missing and not options.cold:
+        call.ahead([(side, [STEPS[name] for name in missing])])
     for name in names:
-        found = call.run(side, STEPS[name], name, most=options.each)
+        found = call.run(side, STEPS[name], name, most=options.each) if name in missing else records[name]
         if found is None or "failed" in found:
             continue
         write(call.output, records := records | {name: found})

@@ -160,5 +160,11 @@ SETS = {
         *("qwen3_next", "8b_10.8gb", "8b_16gb", "14b_16gb", "32b_25.2gb", "06b", "06b_full", "8b_full_8bit"),
     ],
     "small": ["135m"],
+    # What README and docs/measured.md show of steps: a call goes on where the last one of its commit was cut off.
+    "release": [
+        *("8b", "8b_packed", "8b_long", "8b_fp8", "8b_nf4", "8b_nvfp4", "8b_dpo", "8b_qat", "1b_full", "8b_full_8bit"),
+        *("gpt_oss_nf4", "gpt_oss_mxfp4", "qwen3_moe_kept", "qwen3_moe_fp8", "qwen35_9b", "qwen35_35b_nf4"),
+        *("gemma4_12b_nf4", "135m", "06b", "8b_10.8gb", "8b_16gb", "32b_25.2gb"),
+    ],
     "ablation": [name for name in STEPS if "_reload" in name],
 }

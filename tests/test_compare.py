@@ -22,7 +22,7 @@ speed = speeds.pop(0)
 (here / "speeds.json").write_text(json.dumps(speeds))
 if speed is None:
     sys.exit("no memory")
-record = dict(commit=here.name, tokens_per_second=speed, peak_memory_gb=1.0)
+record = dict(commit=os.environ["JAXTUNE_COMMIT"], tokens_per_second=speed, peak_memory_gb=1.0)
 pathlib.Path(options.output).write_text(json.dumps(record))
 """
 AHEAD = """
@@ -116,7 +116,9 @@ def test_a_stored_record_is_held_against(trees, tmp_path, monkeypatch, speed, st
     assert call("8b_long")[0] == 0  # which has no stored record yet
     records = json.loads((tmp_path / "out/steps.json").read_text())
     assert records["8b_nf4"] == record and records["8b"]["tokens_per_second"] == speed  # it can take the store's place
-    assert records["8b_long"]["tokens_per_second"] == 50 and call("8b_long")[0] == 1
+    assert records["8b_long"]["tokens_per_second"] == 50 and call("8b", "8b_long") == (status, [])  # of this commit
+    (tmp_path / "out/steps.json").write_text(json.dumps({"8b_long": records["8b_long"] | {"commit": "older"}}))
+    assert call("8b_long")[0] == 1
     stored.write_text(json.dumps({"8b": record | {"device": "another GPU"}}))
     with pytest.raises(SystemExit, match="'another GPU', this device is 'a GPU'"):
         call("8b")
