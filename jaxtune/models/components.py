@@ -21,7 +21,7 @@ from jaxtune.models.linear import Linear
 from jaxtune.models.lora import copy_structure, freeze, has_adapter
 from jaxtune.models.norm import LayerNorm, RMSNorm
 from jaxtune.models.precision import DTYPES, NORMS, ROUTER, WORDS, Component, resolve
-from jaxtune.models.registry import family
+from jaxtune.models.registry import names_of
 from jaxtune.pallas.format_names import KEPT
 from jaxtune.pallas.formats import FORMATS, Stored, format_of, kept_layout
 
@@ -32,7 +32,8 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
     """Yields (Component, path, module) for every module that a precision map can name, but none of a teacher. The path
     leads from `model` to the module itself, not a copy. Arrays may be abstract.
     """
-    norms, config = family(model.config.family).norms, model.config
+    config = model.config
+    norms = names_of(config)
     for path, module in nnx.iter_modules(model):
         if path[:1] == ("teacher",) or not isinstance(
             module, Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding

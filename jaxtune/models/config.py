@@ -270,6 +270,8 @@ class DecoderConfig:
     residual_scale: float = 1.0  # factor on the output of each part before it is added to the residual stream (Granite)
     # RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2)
     qk_norm: Literal["head", "projection"] | None = None
+    # (part of a layer or module within one, its name in Hugging Face's tensor names), where that is not Llama's (LFM2)
+    module_names: tuple[tuple[str, str], ...] = ()
     value_norm: bool = False  # RMSNorm of values over each head, without a weight (Gemma 4)
     # values are the projected keys before their norm, and there is no v_proj (Gemma 4)
     values_are_keys: bool = False

@@ -46,10 +46,12 @@ def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
 
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
+    renamed = dict(model.config.module_names)
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
-        names = spec.hf_names
+        names = spec.hf_names | renamed
         for part, name, matrix in layer.matrices():
-            yield ".".join(part for part in ("model.layers", str(index), names[part], name) if part), matrix
+            modules = (renamed.get(module, module) for module in name.split("."))
+            yield ".".join(filter(None, ("model.layers", str(index), names[part], *modules))), matrix
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:

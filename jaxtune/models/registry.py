@@ -21,6 +21,7 @@ from jaxtune.models.families import (
     glm4,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     ministral3,
     mistral,
@@ -72,6 +73,7 @@ FAMILIES: dict[str, Family] = {
         exaone4,
         gemma4,
         gemma4_unified,
+        lfm2,
     )
 }
 _LANGUAGE = "model.language_model."
@@ -169,16 +171,22 @@ def tower_config(hf: dict) -> TowerConfig:
     return declared.tower(hf)
 
 
+def names_of(config: DecoderConfig) -> dict[str, str]:
+    """{norm, part or module: its name in checkpoints}, for `tensor_name`."""
+    return {**family(config.family).norms, **dict(config.module_names)}
+
+
 def tensor_names(model: Decoder) -> Callable[[Sequence[object]], str]:
     """The function from a tensor's path of attributes and indices in a model to its name: a text tensor's in the text
     model alone, a tower's in the whole model. Arrays may be abstract.
     """
-    norms, config, tower = family(model.config.family).norms, model.config, model.vision
+    config, tower = model.config, model.vision
+    names = names_of(config)
 
     def name_of(path: Sequence[object]) -> str:
         if tower is not None and path[0] == "vision":
             return tower.config.tensor_name(path[1:])
-        return tensor_name(path, norms, config.layers, config.head.name)
+        return tensor_name(path, names, config.layers, config.head.name)
 
     return name_of
 

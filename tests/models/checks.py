@@ -14,7 +14,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained
-from jaxtune.models.registry import config_from_hf, family
+from jaxtune.models.registry import config_from_hf, names_of
 from jaxtune.models.stack.residual_plan import LayerPlan, ResidualPlan
 from jaxtune.models.stack.stack import run_stack
 
@@ -23,7 +23,7 @@ PROMPT_TOKENS, NEW_TOKENS = 10, 12  # together past longrope's original context
 
 def tensors(model) -> dict[str, np.ndarray]:
     """{Hugging Face name: value} of a model."""
-    norms = family(model.config.family).norms
+    norms = names_of(model.config)
     layers, flat = model.config.layers, nnx.to_flat_state(nnx.state(model))
     return {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in flat}
 
@@ -32,7 +32,7 @@ def shapes_of(hf: dict) -> dict[str, tuple[int, ...]]:
     """{Hugging Face name: shape} of our model of a config.json."""
     config = config_from_hf(hf)
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    norms = family(config.family).norms
+    norms = names_of(config)
     flat = nnx.to_flat_state(nnx.state(model))
     return {tensor_name(path, norms, config.layers): v.get_value().shape for path, v in flat}
 
@@ -50,7 +50,7 @@ def mean_loss(model, tokens) -> jax.Array:
 def gradients(model, tokens) -> dict[str, np.ndarray]:
     """{Hugging Face name: gradient of mean_loss}."""
     grads = nnx.grad(mean_loss)(model, jnp.asarray(tokens))
-    norms = family(model.config.family).norms
+    norms = names_of(model.config)
     layers = model.config.layers
     return {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
 

@@ -26,7 +26,7 @@ from jaxtune.models.generation.slot_plan import SlotPlan, plan_slots, prefilled_
 
 PIECE, LENGTH = 8, 64
 # Dense, with a window, with longrope, with sinks and experts, with layers that share keys, hybrids, and another mixer.
-FAMILIES = ("llama", "mistral", "phi3", "gpt_oss", "gemma4_shared", "qwen3_next", "qwen3_5", "decay")
+FAMILIES = ("llama", "mistral", "phi3", "gpt_oss", "gemma4_shared", "qwen3_next", "qwen3_5", "lfm2", "decay")
 
 
 @functools.cache

@@ -522,6 +522,23 @@ CONFIGS = {
         layer_types=["full_attention", "sliding_attention"],
         tie_word_embeddings=False,
     ),
+    "lfm2": _without(
+        _config(
+            "lfm2",
+            "Lfm2ForCausalLM",
+            intermediate_size=131,
+            norm_eps=1e-5,
+            rope_theta=10000.0,
+            layer_types=["conv", "full_attention", "conv"],
+            conv_L_cache=3,
+            conv_bias=False,
+            block_multiple_of=16,
+            block_ffn_dim_multiplier=1.2,
+            block_auto_adjust_ff_dim=True,
+            tie_word_embeddings=True,
+        ),
+        "attention_dropout",
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from jaxtune.models.families.common import tensor_name
 from jaxtune.models.hf import model_from_config
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.models.placement import partition
-from jaxtune.models.registry import family
+from jaxtune.models.registry import names_of
 
 TWO_LAYERS = (LayerSpec(),) * 2
 
@@ -69,7 +69,7 @@ def shaken(model: Decoder, seed: int = 1) -> Decoder:
 
 def named(model) -> dict[str, nnx.Variable]:
     """{Hugging Face name: variable}"""
-    norms = family(model.config.family).norms
+    norms = names_of(model.config)
     layers = model.config.layers
     return {tensor_name(path, norms, layers): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
 

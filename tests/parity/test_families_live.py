@@ -22,7 +22,7 @@ import jaxtune
 from jaxtune.models.families.common import tensor_name
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.norm import norm_of
-from jaxtune.models.registry import config_from_hf, family
+from jaxtune.models.registry import config_from_hf, family, names_of
 from jaxtune.models.rope import rotary_table
 from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.loss import declared_losses, loss_sums
@@ -89,7 +89,7 @@ def test_load_balancing_and_z_loss(name, both):
     (value, values), grads = nnx.value_and_grad(loss, has_aux=True)(ours)
     assert abs(float(value) - out.loss.item()) < 1e-5
     np.testing.assert_allclose(values, [out.aux_loss.item(), z_loss.item()], rtol=1e-5)
-    norms, layers = family(ours.config.family).norms, ours.config.layers
+    norms, layers = names_of(ours.config), ours.config.layers
     got = {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
     assert set(got) == set(want)
     for key in want:
@@ -230,7 +230,8 @@ def test_norms_round_as_transformers(name):
     config = config_from_hf(CONFIGS[name])
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CONFIGS[name]))
-    theirs, ours = made.model.norm.to_empty(device="cpu").bfloat16(), norm_of(config, config.hidden_size, "bfloat16")
+    last_norm = getattr(made.model, names_of(config).get("norm", "norm"))
+    theirs, ours = last_norm.to_empty(device="cpu").bfloat16(), norm_of(config, config.hidden_size, "bfloat16")
     weight, x = np.random.default_rng(0).standard_normal((2, 512, config.hidden_size), np.float32)
     weight = torch.from_numpy(1 - config.norm_offset + 0.3 * weight[0]).bfloat16()
     x = torch.from_numpy(x).bfloat16()
@@ -361,7 +362,7 @@ def test_whole_qwen3_5_goes_through_our_hands(name, tmp_path):
         np.testing.assert_array_equal(value.numpy(), want.numpy(), err_msg=key)
 
 
-_DELTA_VARIANTS = {
+_RECURRENT = {
     # As many value heads as key heads; no layer_types, and no rope_parameters.
     "derived": ("qwen3_5", dict(linear_num_value_heads=2, num_hidden_layers=5, full_attention_interval=2)),
     "yarn": (
@@ -378,6 +379,12 @@ _DELTA_VARIANTS = {
             },
         ),
     ),
+    "long taps": ("lfm2", dict(conv_L_cache=7, layer_types=["full_attention", "conv", "conv"])),
+    # The keys of early files.
+    "early": (
+        "lfm2",
+        dict(full_attn_idxs=[1, 2], block_ff_dim=90, tie_embedding=False, layer_types=None, conv_L_cache=1),
+    ),
     "sparse": (
         "qwen3_next",
         dict(
@@ -391,17 +398,17 @@ _DELTA_VARIANTS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", _DELTA_VARIANTS)
-def test_gated_delta_nets_by_other_configs(variant, tmp_path):
+@pytest.mark.parametrize("variant", _RECURRENT)
+def test_layers_with_a_state_by_other_configs(variant, tmp_path):
     """Logits; and of one, greedy tokens of prompts that end beside the borders of chunks, all in one batch of ours."""
-    name, changes = _DELTA_VARIANTS[variant]
+    name, changes = _RECURRENT[variant]
     config = CONFIGS[name] | {"max_position_embeddings": 256} | changes
     for key in ("layer_types", "rope_parameters") if variant == "derived" else ():
         del config[key]
     theirs, ours = reference.load(reference.make_checkpoint(tmp_path, config)), checks.load(tmp_path)
     tokens = np.random.default_rng(0).integers(3, 128, (2, 70), np.int32)
     np.testing.assert_allclose(ours(jnp.asarray(tokens)), reference.logits(theirs, tokens), atol=3e-4, rtol=0)
-    if variant != "derived":
+    if variant not in ("derived", "long taps"):
         return
     prompts = [tokens.reshape(-1)[:length].tolist() for length in (1, 3, 63, 64, 65)]
     answers = jaxtune.generate(ours, prompts, max_new_tokens=12, eos_token_ids=[])

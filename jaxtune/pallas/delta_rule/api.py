@@ -8,6 +8,7 @@ states and sums are float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -133,9 +134,11 @@ def delta_rule_chunk(
 
 
 @meshes.on_any_mesh
-def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> jax.Array:
-    """silu of each channel's causal convolution along its document, [B, T, C] in x's dtype, 0 at padding; float32 sums.
-    Differentiable in x and weight.
+def short_convolution(
+    x: jax.Array, weight: jax.Array, layout: PackedLayout, *, activation: Literal["silu"] | None = "silu"
+) -> jax.Array:
+    """Each channel's causal convolution along its document, then silu, [B, T, C] in x's dtype, 0 at padding; float32
+    sums. Differentiable in x and weight.
 
       x: [B, T, C] bfloat16, float16 or float32, finite at padding, too.
       weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
@@ -145,7 +148,7 @@ def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> 
     check.array("x", x, "B T C", FLOATS)
     check.array("weight", weight, "C k", FLOATS)
     _check_layout(check, layout)
-    return convolution.forward(x, weight, layout)
+    return convolution.forward(x, weight, layout, activation)
 
 
 @meshes.on_any_mesh

@@ -1,4 +1,4 @@
-"""The short causal convolution of each channel, restarted with each document, and silu of it.
+"""The short causal convolution of each channel, restarted with each document, and silu of it or not.
 
 out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), over those j for which t - j is a token of t's document.
 
@@ -22,9 +22,12 @@ _TAPS = 4  # weights of a channel that the kernel takes
 _WIDTH, _TOKENS = 256, 64  # channels and tokens of a program
 
 
-@jax.checkpoint
-def forward(x, weight, layout):
+def forward(x, weight, layout, activation: str | None = "silu"):
     """As api.short_convolution; the derivative recomputes the float32 sums."""
+    return jax.checkpoint(functools.partial(_convolved, activation))(x, weight, layout)
+
+
+def _convolved(activation, x, weight, layout):
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -32,7 +35,8 @@ def forward(x, weight, layout):
         inside = index - back >= layout.doc_start
         earlier = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :length].astype(jnp.float32)
         total = total + jnp.where(inside[..., None], earlier, 0.0) * weight[:, taps - 1 - back].astype(jnp.float32)
-    return jnp.where((index < layout.doc_end)[..., None], jax.nn.silu(total), 0.0).astype(x.dtype)
+    out = total if activation is None else jax.nn.silu(total)
+    return jnp.where((index < layout.doc_end)[..., None], out, 0.0).astype(x.dtype)
 
 
 def divided(out, part_sizes):

@@ -42,7 +42,9 @@ class Family:
     stages: tuple[Stage, ...] = PRE_NORM
     """The stages of every layer that no later entry changes."""
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NORMS)
-    """{attribute of a Block that is a norm: its name in checkpoints}; "router" names the router within the experts."""
+    """{attribute of a Block that is a norm: its name in checkpoints}; "router" names the router within the experts, and
+    "norm" the decoder's, if it is not that.
+    """
     expert_files: ExpertFiles | None = None
     """Experts' names in checkpoints with one linear for each expert and matrix; None: one tensor has all experts of a
     layer.

@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxtune.models.config import LayerSpec
 
-# {a Block's norm, or "router" for that of its experts: its name in the checkpoint}, for Family.norms
+# {a Block's norm, "router" for that of its experts, or "norm" for the decoder's: its name in the checkpoint}, for
+# Family.norms
 LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 GEMMA_NORMS = {
@@ -55,14 +56,15 @@ def tensor_name(
     if path[0] == "layers":
         _, index, part, *tail = map(str, path)
         spec = layers[int(index)] if layers else LayerSpec()
-        part = {**spec.hf_names, "layer_scalar": "layer_scalar", **norms}[part]
         if tail[:1] == ["experts"]:  # all experts' matrices are tensors of one module, not modules
             tail = ["experts", tail[1] + ("_bias" if tail[2] == "bias" else "")]
-        if tail[:1] == ["router"]:
-            tail[0] = norms.get("router", "router")
-        return ".".join(name for name in ("model.layers", index, part, *tail) if name)
+        part = {**spec.hf_names, "layer_scalar": "layer_scalar", **norms}[part]
+        return ".".join(
+            name for name in ("model.layers", index, part, *(norms.get(name, name) for name in tail)) if name
+        )
     if path[0] == "per_layer":
         names = {"projection": "per_layer_model_projection", "norm": "per_layer_projection_norm"}
         module, last = ("embed_tokens_per_layer", path[1]) if path[1] == "weight" else (names[str(path[1])], path[2])
         return f"model.{module}.{last}"
-    return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": head}[str(path[0])] + f".{path[1]}"
+    norm = f"model.{norms.get('norm', 'norm')}"
+    return {"embedding": "model.embed_tokens", "norm": norm, "head": head}[str(path[0])] + f".{path[1]}"
