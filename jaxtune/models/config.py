@@ -229,10 +229,24 @@ class MoEConfig:
     # the router reads the residual stream through a norm and a scale of its own, and multiplies each expert's weight by
     # a number that it learns (Gemma 4)
     scaled_router: bool = False
+    shared_gate: bool = True  # whether the shared expert has a gate
+    # experts are chosen, and weighted, by the sigmoids of the logits (GLM-4.5, LFM2); the next fields belong to it
+    sigmoid: bool = False
+    selection_bias: bool = False  # a number for each expert, which no training changes, is added before they are chosen
+    groups: int = 1  # the experts are in groups of equal size, and a token's are of the `best_groups`
+    best_groups: int = 1
+    weight_scale: float = 1.0  # factor on a token's weights
+    sum_eps: float = 1e-20  # added to the sum that renormalised weights are divided by
 
     def __post_init__(self):
-        for key in ("num_experts", "experts_per_token", "expert_size"):
+        for key in ("num_experts", "experts_per_token", "expert_size", "groups", "best_groups"):
             values.whole(key, getattr(self, key))
+        if self.num_experts % self.groups or not self.best_groups <= self.groups:
+            raise ValueError(f"n_group {self.groups}, topk_group {self.best_groups} of {self.num_experts} experts")
+        if self.best_groups < self.groups and self.num_experts < 2 * self.groups:
+            raise ValueError(f"n_group {self.groups} of {self.num_experts} experts: a group needs two")
+        if not self.sigmoid and (self.selection_bias or self.groups > 1 or self.weight_scale != 1):
+            raise ValueError("selection_bias, groups and weight_scale need sigmoid")
         if self.swiglu_limit is not None:
             values.positive("swiglu_limit", self.swiglu_limit)
         if self.shared_size is not None:

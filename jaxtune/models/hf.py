@@ -503,7 +503,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     if quantization is not None:
         files = family(model.config.family).expert_files
         if files is not None and files.module:  # routers are linears in transformers 4 and in vLLM
-            modules = dict.fromkeys((files.module, "mlp"))
+            modules = dict.fromkeys((files.module, "mlp", dict(model.config.module_names).get("mlp", "mlp")))
             gates = [f"model.layers.{i}.{m}.gate" for m in modules for i in range(model.config.num_layers)]
             for key in set(passthrough.SKIPPED) & set(quantization):
                 quantization[key] = [*quantization[key], *gates]

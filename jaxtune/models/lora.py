@@ -50,7 +50,8 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         names = spec.hf_names | renamed
         for part, name, matrix in layer.matrices():
-            modules = (renamed.get(module, module) for module in name.split("."))
+            known = {} if matrix.num_experts else renamed
+            modules = (known.get(module, module) for module in name.split("."))
             yield ".".join(filter(None, ("model.layers", str(index), names[part], *modules))), matrix
 
 

@@ -19,9 +19,11 @@ from jaxtune.models.families import (
     gemma4,
     gemma4_unified,
     glm4,
+    glm4_moe,
     gpt_oss,
     granite,
     lfm2,
+    lfm2_moe,
     llama,
     ministral3,
     mistral,
@@ -74,6 +76,8 @@ FAMILIES: dict[str, Family] = {
         gemma4,
         gemma4_unified,
         lfm2,
+        lfm2_moe,
+        glm4_moe,
     )
 }
 _LANGUAGE = "model.language_model."

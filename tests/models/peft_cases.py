@@ -67,7 +67,8 @@ def _linears(name):
         return "all-linear"
     if name in _BESIDE_ROUTER:
         return _BESIDE_ROUTER[name]
-    return _ATTENTION if {"num_experts", "num_local_experts"} & set(CONFIGS[name]) else "all-linear"
+    experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(CONFIGS[name])
+    return _ATTENTION if experts else "all-linear"
 
 
 # Linears that are adapted as parameters: PEFT takes their names among target_modules for those of experts.
@@ -89,6 +90,10 @@ LIVE_CASES = (
     | {
         f"{name}_experts": (name, dict(r=4, lora_alpha=8, target_modules=_ATTENTION, target_parameters=_EXPERTS))
         for name in ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")
+    }
+    | {
+        f"{name}_experts": (name, dict(r=4, target_modules=["q_proj", linear], target_parameters=_BESIDE_MLP))
+        for name, linear in (("glm4_moe", "shared_experts.down_proj"), ("lfm2_moe", "in_proj"))
     }
     | {
         "gemma4_router_and_experts": (

@@ -18,7 +18,7 @@ from jaxtune.models.files import headers, shards, stored_weights
 from jaxtune.models.files.file_plan import FileTensor, Piece
 from jaxtune.models.files.stored_weights import StoredEntry
 
-_FUSED = re.compile(r"(model\.layers\.\d+\.(?:mlp\.)?experts)\.(gate_up_proj|down_proj)")
+_FUSED = re.compile(r"(model\.layers\.\d+\.(?:\w+\.)?experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclasses.dataclass(frozen=True)

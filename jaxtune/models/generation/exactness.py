@@ -146,6 +146,8 @@ def _of_layer(layer: Block) -> str | None:
         elif type(part) is MoE:
             if part.moe.scaled_router:
                 return "a router of Gemma 4's"
+            if part.moe.sigmoid:
+                return "a router of sigmoids"
         elif type(part) is not MLP:
             return f"a {type(part).__name__}, which keeps no keys and values"
     return None

@@ -19,7 +19,7 @@ from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.fitted import EXPERTS_BYTES
 from jaxtune.models.layers.expert_linear import ExpertLinear
 from jaxtune.models.layers.mlp import MLP
-from jaxtune.models.layers.routers import Router, ScaledRouter
+from jaxtune.models.layers.routers import Router, ScaledRouter, SigmoidRouter
 from jaxtune.models.layers.segment import (
     INPUT,
     OUTPUT,
@@ -32,7 +32,7 @@ from jaxtune.models.layers.segment import (
     Segment,
     Sizes,
 )
-from jaxtune.models.linear import Linear
+from jaxtune.models.linear import Linear, NeverTrained
 from jaxtune.pallas import one_order
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import RowGate, gated_rows, gated_rows_backward, in_place
@@ -142,14 +142,18 @@ class MoE(nnx.Module):
         self.config = config
         self.moe = config.moe
         keys = initial.split(key)
-        self.router = (ScaledRouter if self.moe.scaled_router else Router)(config, self.moe, keys[0], dtype)
+        kind = ScaledRouter if self.moe.scaled_router else SigmoidRouter if self.moe.sigmoid else Router
+        self.router = kind(config, self.moe, keys[0], dtype)
+        zeros = initial.full((self.moe.num_experts,), 0, jnp.float32)
+        self.selection_bias = NeverTrained(zeros) if self.moe.selection_bias else None
         self.experts = Experts(config, self.moe, keys[1], dtype)
         if self.moe.shared_size is not None:
             keys = initial.split(initial.folded(key, 0))
             wide = dataclasses.replace(config, intermediate_size=self.moe.shared_size)
             self.shared_expert = MLP(wide, keys[0], dtype)
             std = config.initializer_range
-            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
+            gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
+            self.shared_expert_gate = gate if self.moe.shared_gate else None
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """The router's logits [B * T, E]."""
@@ -162,7 +166,10 @@ class MoE(nnx.Module):
 
         real: bool[B, T], False for padding, whose choices are E; None: all tokens are real.
         """
-        return choose_experts(self._logits(x), self.moe.experts_per_token, None if real is None else real.reshape(-1))
+        scores = self._logits(x)
+        if isinstance(self.router, SigmoidRouter):
+            scores = self.router.ranked(scores, None if self.selection_bias is None else self.selection_bias[...])
+        return choose_experts(scores, self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
     def weights(self, x: jax.Array, choice: jax.Array) -> jax.Array:
         """The router's weights of each token's experts, float32[B * T, k]."""
@@ -233,6 +240,8 @@ class MoE(nnx.Module):
                 ),
             )
 
+        last_of_shared = ("shared_expert.down_proj", *(("shared_expert_gate",) if self.moe.shared_gate else ()))
+        last_of_shared = last_of_shared if shared else ()
         scores, routed_by = (), INPUT
         if self.moe.scaled_router:
             routed_by = "router_logits"
@@ -284,7 +293,7 @@ class MoE(nnx.Module):
                 ("gate_up", "choice", routed_by, *(name for segment in shared for name in segment.outputs)),
                 (Residual(OUTPUT),),
                 MoE._contract,
-                matrices=("experts.down_proj", *(("shared_expert.down_proj", "shared_expert_gate") if shared else ())),
+                matrices=("experts.down_proj", *last_of_shared),
                 experts_per_token=active,
             ),
         )
@@ -293,8 +302,9 @@ class MoE(nnx.Module):
         """x is what the router's weights and a shared expert's gate are computed from."""
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
-            gate = one_order.sigmoid(self.shared_expert_gate(x, context.key))
-            out = out + gate * self.shared_expert.down(shared_gate, shared_up, context.key)
+            shared = self.shared_expert.down(shared_gate, shared_up, context.key)
+            gate = self.shared_expert_gate
+            out = out + (shared if gate is None else one_order.sigmoid(gate(x, context.key)) * shared)
         return (out,)
 
     def _route(self, context: Context, x: jax.Array):

@@ -11,6 +11,7 @@ from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.linear import Linear
 from jaxtune.pallas import one_order
 from jaxtune.pallas.routing import expert_weights
+from jaxtune.pallas.routing.reference import chosen_values
 
 
 class Router(nnx.Module):
@@ -44,6 +45,35 @@ class Router(nnx.Module):
           choice: int32[T, k], each token's experts; E, which gets 0, where it has none.
         """
         return expert_weights(logits, choice, renormalize=self.renormalize)
+
+
+class SigmoidRouter(Router):
+    """Weights are sigmoids of the logits."""
+
+    def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
+        super().__init__(config, moe, key, dtype)
+        self.groups, self.best_groups = moe.groups, moe.best_groups
+        self.scale, self.eps = moe.weight_scale, moe.sum_eps
+
+    def ranked(self, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Scores [T, E] by which experts are chosen: sigmoids plus the bias, -inf outside a token's best groups, which
+        are those with the largest sums of two scores.
+        """
+        scores = jax.nn.sigmoid(logits)
+        scores = scores if bias is None else scores + bias
+        if self.best_groups == self.groups:
+            return scores
+        grouped = scores.reshape(len(scores), self.groups, -1)
+        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), self.best_groups)[1]
+        inside = (best[..., None] == jnp.arange(self.groups)).any(1)
+        return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+    def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
+        """float32[T, k] as Router.weights, from sigmoids."""
+        weights = chosen_values(jax.nn.sigmoid(logits), choice)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + self.eps)
+        return weights * self.scale
 
 
 class ScaledRouter(nnx.Module):

@@ -4,7 +4,7 @@ family.
 
 from jaxtune.models.families.common.family import Family
 from jaxtune.models.families.common.key import FLOAT, Config, Conversion, Entry, Fields, Key, Record
-from jaxtune.models.families.common.layers import LayerType, LayerTypes, MLPLayers, OneWindow
+from jaxtune.models.families.common.layers import LayerType, LayerTypes, MLPFirst, MLPLayers, OneWindow
 from jaxtune.models.families.common.names import ExpertFiles, tensor_name
 from jaxtune.models.families.common.rope import Rotary, RotaryByAxis, RotaryByType
 
@@ -19,6 +19,7 @@ __all__ = [
     "Key",
     "LayerType",
     "LayerTypes",
+    "MLPFirst",
     "MLPLayers",
     "OneWindow",
     "Record",

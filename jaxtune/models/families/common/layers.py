@@ -211,6 +211,32 @@ UPPER_WINDOWS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class MLPFirst:
+    """An entry for the number of a model's first layers that have an MLP and no experts."""
+
+    name: str
+    default: int
+
+    gives = ()  # no field for itself (Entry.gives), because other entries also change `layers`
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return (Key(self.name, (), any_count, self.default),)
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        mlp: PartConfig = MLPShape(hf["intermediate_size"])
+        layers = enumerate(fields["layers"])
+        return {"layers": tuple(layer.replaced(mlp=mlp) if at < hf[self.name] else layer for at, layer in layers)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        """Raises ValueError for an MLP behind experts."""
+        found = [layer.config_of("mlp") is not None for layer in config.layers]
+        if found != sorted(found, reverse=True):
+            raise ValueError(f"layers with an MLP behind experts: a {config.family} model's are the first")
+        return {self.name: sum(found)}
+
+
 class MLPLayers:
     """An entry for mlp_only_layers and decoder_sparse_step: layers of a model with experts that have an MLP instead."""
 

@@ -30,7 +30,9 @@ class ExpertFiles:
     model.layers.N.<module>.experts.<expert>.<matrix>.weight.
     """
 
-    module: str  # the name of the mixture of experts within a layer; "": its experts are named under the layer itself
+    # the name of the mixture of experts within a layer, or "mlp": as in the model; "": its experts are named under the
+    # layer itself
+    module: str
     gate: str  # the gate projection of an expert
     up: str  # the up projection of an expert
     down: str  # the down projection of an expert
@@ -58,10 +60,10 @@ def tensor_name(
         spec = layers[int(index)] if layers else LayerSpec()
         if tail[:1] == ["experts"]:  # all experts' matrices are tensors of one module, not modules
             tail = ["experts", tail[1] + ("_bias" if tail[2] == "bias" else "")]
+        else:
+            tail = [norms.get(name, name) for name in tail]
         part = {**spec.hf_names, "layer_scalar": "layer_scalar", **norms}[part]
-        return ".".join(
-            name for name in ("model.layers", index, part, *(norms.get(name, name) for name in tail)) if name
-        )
+        return ".".join(name for name in ("model.layers", index, part, *tail) if name)
     if path[0] == "per_layer":
         names = {"projection": "per_layer_model_projection", "norm": "per_layer_projection_norm"}
         module, last = ("embed_tokens_per_layer", path[1]) if path[1] == "weight" else (names[str(path[1])], path[2])
