@@ -29,6 +29,7 @@ from jaxtune.conversations.pictures import (
     picture_of_part,
     read_picture,
 )
+from jaxtune.conversations.thoughts import block_of, in_place, place_of
 
 type Message = dict[str, Any]
 
@@ -292,13 +293,16 @@ def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def for_template(messages: Iterable[Message], template: str) -> list[Message]:
-    """Messages from `read_messages` without training marks, with thoughts under the key that `template` reads, and with
-    ids that it takes.
+    """Messages from `read_messages` without training marks, with thoughts under the key that `template` reads, also
+    those at the start of a content, and with ids that it takes.
     """
     if "[TOOL_CALLS]" in template:  # Mistral's, which have a rule for them
         messages = _with_short_ids(messages)
+    messages = [in_place(message, template) for message in messages]
     thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
     names = {"reasoning_content": "thinking"} if thinking else {}
+    if not thinking and any("reasoning_content" in message for message in messages):
+        names = {"reasoning_content": place_of(template).key or "reasoning_content"}
     return [
         {names.get(key, key): value for key, value in in_parts(message).items() if key not in ("train", "train_detail")}
         for message in messages
@@ -518,7 +522,12 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):
         raise ConversationError(f"a message of the role {role} has no content")
-    if len(set(thoughts)) > 1:
+    if thoughts and role == "assistant" and (block := block_of(message["content"])):  # as some write it twice
+        if any(snake(name) in DETAILS for name in extra):
+            raise ConversationError("its thought is written twice, and its spans count the first: leave one out")
+        thoughts = [*thoughts, *filter(str.strip, block[:1])]
+        message["content"] = block[1]
+    if len({text.strip() for text in thoughts}) > 1:
         raise ConversationError(f"it has several thoughts ({', '.join(THOUGHT)}): leave one")
     _within(key or "content", check_unicode, message["content"])
     if thoughts:

@@ -82,6 +82,9 @@ class Summary:
     """Rows that the chat template does not write completely."""
     left_out_first: list[str] = dataclasses.field(default_factory=list)
     """As "file:line: what"."""
+    stray_thoughts: int = 0
+    """Rows whose answers have thoughts among their words."""
+    stray_thoughts_first: list[str] = dataclasses.field(default_factory=list)
     responses: int = 0
     """Trained responses; with data.train_on=all one a document."""
     ended: int = 0
@@ -115,6 +118,8 @@ class Summary:
         self.left_out_first += [
             f"{place}: {detail}" for place, detail in chunk.left_out[: OFFENDERS - len(self.left_out_first)]
         ]
+        self.stray_thoughts += len(chunk.stray_thoughts)
+        self.stray_thoughts_first += chunk.stray_thoughts[: OFFENDERS - len(self.stray_thoughts_first)]
         self.responses += chunk.responses
         self.ended += chunk.ended
         self.masked += chunk.masked
@@ -155,6 +160,12 @@ class Summary:
             sentences.append(
                 f"{self.left_out:,} rows have a part that the chat template does not write, so that it is not trained "
                 f"on, first {self.left_out_first[0]}; set data.template to one that writes it"
+            )
+        if self.stray_thoughts:
+            sentences.append(
+                f"{self.stray_thoughts:,} rows have a thought (<think>) at the start of an answer, for which the chat "
+                f"template has no place: it is trained as words, first {self.stray_thoughts_first[0]}; set "
+                "data.template to one with thoughts if the model is to think"
             )
         if self.ended < self.responses:
             sentences.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")

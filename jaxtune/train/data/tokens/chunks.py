@@ -54,6 +54,8 @@ class Chunk:
     """(place, text) of rows whose messages contain a special token or marker."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(place, what) of rows that the template does not write completely."""
+    stray_thoughts: list[str] = dataclasses.field(default_factory=list)
+    """Places of rows whose answers have thoughts among their words."""
     masked: int = 0
     cut: int = 0
     excluded: list[str] = dataclasses.field(default_factory=list)
@@ -90,7 +92,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     encoded = iter(encoder.encode(examples))
     documents: list[Encoded] = []
     asked: list[str] = []
-    origins, problems, untrained, excluded, special, left_out, masked = [], [], [], [], [], [], 0
+    origins, problems, untrained, excluded, special, left_out, stray, masked = [], [], [], [], [], [], [], 0
     for row, access, row_outcome in zip(rows, accesses, outcome, strict=True):
         outcomes = (
             [row_outcome]
@@ -114,6 +116,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
             special.append((location, printable(whose)))
         if missing := next((result.left_out for result in results if result.left_out), ""):
             left_out.append((location, printable(missing)))
+        if any(result.has_stray_thought for result in results):
+            stray.append(location)
         if not all(result.mask[1:].any() for result in results):
             untrained.append(location)
         else:
@@ -142,6 +146,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         ended=sum(d.ended for d in documents),
         special=special,
         left_out=left_out,
+        stray_thoughts=stray,
         masked=masked,
         cut=sum(d.is_cut for d in documents),
         implied=sum(answer_example.implied for answer_example in examples) // 2,

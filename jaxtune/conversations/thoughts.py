@@ -1,0 +1,77 @@
+"""Thoughts written into an answer's text, and where a chat template reads thoughts."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# A <think> block at the start of an answer: its thought, and the text behind it.
+_BLOCK = re.compile(r"\s*<think>\n*(.*?)\n*</think>\n*(.*)", re.DOTALL)
+_OPENED = re.compile(r"\s*<think>\n*((?:(?!</think>).)*)", re.DOTALL)
+_KEYS = ("reasoning_content", "thinking", "reasoning", "thought")
+_SPECIALS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+_THOUGHT, _ANSWER = "\ue000t\ue001", "\ue000a\ue001"  # texts that no template writes
+
+
+class Place(NamedTuple):
+    """What a template does with thoughts."""
+
+    key: str | None
+    """Of an answer's turn, under which it reads them; None: it reads none."""
+    splits: bool
+    """Whether it takes a <think> block of the text for one, or leaves it out."""
+    writes: bool
+    """Whether its own text has <think>: then a block is no stranger in it."""
+
+
+def block_of(content: object) -> tuple[str, str] | None:
+    """(Thought, text behind it) of an answer that begins with a <think> block; None without one."""
+    match = _BLOCK.fullmatch(content) if isinstance(content, str) and "<think>" in content else None
+    return None if match is None else (match[1], match[2])
+
+
+def opened_thought(content: object) -> str | None:
+    """The beginning of a thought of an answer that ends within one; None for another."""
+    match = _OPENED.fullmatch(content) if isinstance(content, str) and "<think>" in content else None
+    return None if match is None else match[1]
+
+
+@functools.lru_cache(64)
+def place_of(template: str) -> Place:
+    """Found by rendering an answer in each form."""
+    inline = _rendered(template, {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"})
+    for key in _KEYS:
+        keyed = _rendered(template, {"content": _ANSWER, key: _THOUGHT})
+        if _THOUGHT in keyed:
+            return Place(key, "".join(inline.split()) == "".join(keyed.split()), "<think>" in keyed)
+    return Place(None, _THOUGHT not in inline, "think>" in template)
+
+
+def in_place(message: Mapping[str, object], template: str) -> dict[str, object]:
+    """An answer with its <think> block under the key that the template reads, unless it splits blocks itself."""
+    block = block_of(message.get("content")) if message.get("role") == "assistant" else None
+    if block is None or (place := place_of(template)).key is None or place.splits:
+        return dict(message)
+    thought = {"reasoning_content": block[0]} if block[0].strip() else {}
+    return {**message, "content": block[1], **thought}
+
+
+def has_stray_block(message: Mapping[str, object], template: str) -> bool:
+    """Whether an answer begins with a thought that the template writes as words, having no place for thoughts."""
+    if message.get("role") != "assistant" or not (block := block_of(message.get("content"))) or not block[0].strip():
+        return False
+    return place_of(template) == Place(None, splits=False, writes=False)
+
+
+def _rendered(template: str, answer: Mapping[str, str]) -> str:
+    """The text of a short conversation; "" if the template refuses it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", **answer}]
+    try:
+        texts, _ = render_jinja_template(conversations=[conversation], chat_template=template, **_SPECIALS)
+    except Exception:  # a template is a program, which can raise any error
+        return ""
+    return str(texts[0])
