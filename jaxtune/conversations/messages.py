@@ -29,6 +29,7 @@ from jaxtune.conversations.pictures import (
     picture_of_part,
     read_picture,
 )
+from jaxtune.conversations.reads import TURN, note
 from jaxtune.conversations.thoughts import block_of, in_place, place_of
 
 type Message = dict[str, Any]
@@ -349,6 +350,8 @@ def exclusion(columns: Mapping[str, object]) -> str:
     marks disagree.
     """
     trains_by_column = row_marks(columns)
+    for name in trains_by_column:
+        note(name, "mark")
     if len(set(trains_by_column.values())) > 1:
         raise ConversationError(
             f"columns {', '.join(trains_by_column)} disagree whether the row is trained on: leave one"
@@ -497,11 +500,14 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
     role, calling = _role(extra)
     key = next((key for key in CONTENT if key in extra), None)
     content = extra.pop(key, None) if key is not None else None
+    if key is not None:
+        note(TURN + key, "calls" if calling else "content")
     message: Message = {"role": role, "content": ""}
     calls: list[Message] = []
     for name in ("function_call", "tool_calls"):  # the first is OpenAI's older key
         written = extra.pop(name, None)
         if written is not None and not isinstance(written, bool):
+            note(TURN + name, "calls")
             calls = _within(name, _calls, written)[1] or calls
     thoughts = _thoughts(extra)
     if calling and not calls:
@@ -516,6 +522,7 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
         if pictures:
             message["pictures"] = pictures
         if access is not None and (column := next((name for name in _PICTURES if extra.get(name)), None)):
+            note(TURN + column, "pictures")
             [message] = with_pictures([message], column_pictures(extra.pop(column), access, column))
         elif role != "assistant":
             _refuse_unshown(turn, message["content"])
@@ -541,6 +548,9 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
             if name not in extra and key in extra:
                 extra[name] = extra.pop(key)
     marks = _marks(extra, message)
+    for name in extra:
+        if name in NEUTRAL or name in ("name", "tool_call_id"):
+            note(f"{TURN}{name}", "" if name in NEUTRAL else name)
     return message | {name: cell for name, cell in extra.items() if name not in NEUTRAL} | marks
 
 
@@ -570,6 +580,7 @@ def _role(extra: Message) -> tuple[str, bool]:
     if key is None:
         raise ConversationError(f"a message has no role; it has {', '.join(map(str, extra)) or 'nothing'}")
     speaker = extra.pop(key)
+    note(TURN + key, "role")
     if not isinstance(speaker, str):
         raise ConversationError(f"a role is text, not {type(speaker).__name__}", key)
     name = speaker.strip().lower().replace("-", "_").replace(" ", "_")
@@ -642,7 +653,10 @@ def _part(part: object) -> tuple[str, str | None]:
 
 def _thoughts(extra: Message) -> list[str]:
     """The thoughts of a turn, removed from `extra`."""
-    read = [_within(key, _thought, extra.pop(key)) for key in THOUGHT if key in extra]
+    keys = [key for key in THOUGHT if key in extra]
+    for key in keys:
+        note(TURN + key, "thoughts")
+    read = [_within(key, _thought, extra.pop(key)) for key in keys]
     return [text for text in read if text.strip()]
 
 
@@ -771,9 +785,11 @@ def _marks(extra: Message, message: Message) -> Message:
         name = snake(key)
         if name in MARKS:
             value = _truth(extra[key], key)
+            note(TURN + key, "mark")
             del extra[key]
             truths[key] = value is MARKS[name]
         elif name in DETAILS:
+            note(TURN + key, "marks of the content")
             details = _within(key, _details, extra.pop(key), message["content"])
         elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and is_mark(extra[key]):
             raise ConversationError(
@@ -860,6 +876,7 @@ def _without_channels(messages: list[Message], column: str) -> list[Message]:
             raise ConversationError(why, column, index, "recipient")
         is_known = channel in ("analysis", "commentary", "final") and message["role"] in ("assistant", "tool")
         if is_known:
+            note(f"{TURN}channel", "channel")
             message = {key: value for key, value in message.items() if key != "channel"}
         if is_answer and channel == "commentary" and "tool_calls" not in message:
             raise ConversationError("'commentary' without tool_calls is no answer", column, index, "channel")

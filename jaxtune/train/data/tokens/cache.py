@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pydantic
 
+from jaxtune.conversations.reads import Reads, told
 from jaxtune.system.disk import free_bytes, note_use, remove_oldest
 from jaxtune.system.files import (
     PACKAGE,
@@ -51,6 +53,7 @@ _ROOTS = ("jaxtune.train.data.rows.reading", "jaxtune.train.data.tokens.workers"
 _ROOMS = ("jaxtune.train.data.", "jaxtune.conversations.")  # whose modules decide tokens
 _IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+)?import\s+(\([^)]*\)|.+)$", re.MULTILINE)
 _RENDERERS = ("transformers", "tokenizers", "jinja2")  # packages that render and split
+MOST_READS = 40  # the most columns and keys of a Summary
 OFFENDERS = 10  # the most entries of each list of a Summary, such as the bad rows; further rows are only counted
 DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the errors of opening a damaged folder
 
@@ -93,6 +96,8 @@ class Summary:
     """Response tokens that data.mask_spans excludes."""
     unread: list[str] = dataclasses.field(default_factory=list)
     """Columns with values that the row format does not read."""
+    reads: Reads = dataclasses.field(default_factory=dict)
+    """Columns and keys of turns, and as what they are read."""
     cut: int = 0
     """Documents tokenised only in their beginning."""
     tokens: int = 0
@@ -125,10 +130,22 @@ class Summary:
         self.masked += chunk.masked
         new = [printable(name) for name in chunk.unread if printable(name) not in self.unread]
         self.unread += new[: OFFENDERS - len(self.unread)]
+        reads = {printable(name): role for name, role in chunk.reads.items()} | self.reads
+        self.reads = dict(itertools.islice(reads.items(), MOST_READS))
         self.cut += chunk.cut
         self.tokens += len(chunk.tokens)
         self.trained_tokens += int(chunk.trained.sum())
         self.max_token = max(self.max_token, int(chunk.tokens.max(initial=-1)))
+
+    @property
+    def columns(self) -> str:
+        """What is read of the rows, and what is not, in words."""
+        return told(self.reads, self.unread)
+
+    def with_read(self, name: str, role: str) -> Summary:
+        """A copy, of rows of which another reader reads a column too."""
+        others = [column for column in self.unread if column != name]
+        return dataclasses.replace(self, unread=others, reads={**self.reads, name: role})
 
     def __str__(self) -> str:
         return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
