@@ -49,7 +49,7 @@ CALLS = frozenset(("function_call", "tool_call", "tool_calls", "function_calls")
 # Keys of a turn that mean the same; the first that is there is read.
 SPEAKER = ("role", "from", "speaker", "author", "sender")
 CONTENT = ("content", "value", "text", "message", "parts")
-THOUGHT = ("reasoning_content", "thinking", "reasoning", "thought")
+THOUGHT = ("reasoning_content", "thinking", "reasoning", "thought", "reasoning_details")
 
 # Keys that say whether a turn is trained on: what a true value means.
 MARKS = {
@@ -88,10 +88,11 @@ _MARK_IN_TEXT = f"its text has U+{ord(PICTURE):X}, which stands for pictures: le
 _PICTURES = ("images", "image")  # keys of a turn
 _SHOWN = re.compile(r'"(images?|image_url|input_image)"')  # in JSON of turns with pictures
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text")
+_THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text", "reasoning.text", "reasoning.summary")
 _THOUGHT_TEXTS = ("text", "value", "thinking", "reasoning", "content", "summary")  # the first with text is read
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")
+_WRAPPED = re.compile(r"\s*<tool_response>\s*((?:(?!<tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL)
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _PRINTED = re.compile(r"^(?:array\()?[\[(]?\s*\{\s*'\w+'\s*:.*[\])}]$", re.DOTALL)
 _PRINTED_SPEAKER = re.compile(r"'(?:role|from)'\s*:\s*'(\w+)'")
@@ -124,7 +125,7 @@ def read_messages(value: object, column: str = "messages", pictures: PictureAcce
     messages = []
     for index, turn in enumerate(turns_of(value, column)):
         try:
-            messages.append(_message(turn, pictures))
+            messages += [_message(each, pictures) for each in _results_apart(turn)]
         except ConversationError as error:
             raise error.inside(column, index) from None
     messages = _without_channels(messages, column)
@@ -299,7 +300,7 @@ def for_template(messages: Iterable[Message], template: str) -> list[Message]:
     """
     if "[TOOL_CALLS]" in template:  # Mistral's, which have a rule for them
         messages = _with_short_ids(messages)
-    messages = [in_place(message, template) for message in messages]
+    messages = [_unwrapped(in_place(message, template), template) for message in messages]
     thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
     names = {"reasoning_content": "thinking"} if thinking else {}
     if not thinking and any("reasoning_content" in message for message in messages):
@@ -308,6 +309,15 @@ def for_template(messages: Iterable[Message], template: str) -> list[Message]:
         {names.get(key, key): value for key, value in in_parts(message).items() if key not in ("train", "train_detail")}
         for message in messages
     ]
+
+
+def _unwrapped(message: Message, template: str) -> Message:
+    """A tool's result without the tags that some rows have around it and the template writes too, as Hermes'."""
+    content = message.get("content")
+    if message.get("role") != "tool" or not isinstance(content, str) or "<tool_response>" not in template:
+        return message
+    match = _WRAPPED.fullmatch(content)
+    return message if match is None else {**message, "content": match[1]}
 
 
 def _with_short_ids(messages: Iterable[Message]) -> list[Message]:
@@ -488,6 +498,23 @@ def turns_of(value: object, column: str) -> list[object]:
 
 def _decoded_turn(turn: object) -> object:
     return turns_in(turn, "") if isinstance(turn, str) else turn
+
+
+def _results_apart(turn: object) -> list[object]:
+    """A turn, with Anthropic's results of tools in its content as turns of their own before it."""
+    parts = turn.get("content") if isinstance(turn, Mapping) else None
+    if not isinstance(parts, list | tuple) or not any(map(_is_result, parts)):
+        return [turn]
+    results = [
+        {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content") or ""}
+        for part in filter(_is_result, parts)
+    ]
+    others = [part for part in parts if not _is_result(part)]
+    return [*results, {**turn, "content": others}] if others else [*results]  # type: ignore[dict-item]
+
+
+def _is_result(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "tool_result"
 
 
 def _message(turn: object, access: PictureAccess | None) -> Message:

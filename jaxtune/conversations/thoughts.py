@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 # A <think> block at the start of an answer: its thought, and the text behind it.
 _BLOCK = re.compile(r"\s*<think>\n*(.*?)\n*</think>\n*(.*)", re.DOTALL)
+_CLOSED = re.compile(r"((?:(?!</?think>).)*?)\n*</think>\n*(.*)", re.DOTALL)  # a thought that the prompt opened
 _OPENED = re.compile(r"\s*<think>\n*((?:(?!</think>).)*)", re.DOTALL)
 _KEYS = ("reasoning_content", "thinking", "reasoning", "thought")
 _SPECIALS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
@@ -50,17 +51,34 @@ def place_of(template: str) -> Place:
 
 
 def in_place(message: Mapping[str, object], template: str) -> dict[str, object]:
-    """An answer with its <think> block under the key that the template reads, unless it splits blocks itself."""
-    block = block_of(message.get("content")) if message.get("role") == "assistant" else None
-    if block is None or (place := place_of(template)).key is None or place.splits:
+    """An answer with the thought that its text begins with under the key that the template reads, unless it splits
+    such a text itself, and loses nothing of it.
+    """
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or "</think>" not in content:
         return dict(message)
-    thought = {"reasoning_content": block[0]} if block[0].strip() else {}
-    return {**message, "content": block[1], **thought}
+    place, block, closed = place_of(template), block_of(content), _CLOSED.fullmatch(content)
+    if place.key is None or message.get("reasoning_content"):
+        return dict(message)
+    if place.splits and block and content.count("</think>") == 1 and content.count("<think>") < 2:
+        return dict(message)
+    if block is None and closed is not None:
+        block = closed[1], closed[2]
+    thought, text = block or ("", content)  # one that splits takes the last of several, and leaves out what is before
+    if not place.splits and not thought.strip():
+        return {**message, "content": text}
+    return {**message, "content": text, "reasoning_content": thought}
 
 
 def has_stray_block(message: Mapping[str, object], template: str) -> bool:
-    """Whether an answer begins with a thought that the template writes as words, having no place for thoughts."""
-    if message.get("role") != "assistant" or not (block := block_of(message.get("content"))) or not block[0].strip():
+    """Whether an answer begins with a thought that the template writes as words: it has no place for thoughts, or the
+    thought has no end.
+    """
+    content = message.get("content") if message.get("role") == "assistant" else None
+    if opened_thought(content) is not None:
+        return True
+    block = block_of(content)
+    if block is None or not block[0].strip():
         return False
     return place_of(template) == Place(None, splits=False, writes=False)
 

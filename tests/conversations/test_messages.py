@@ -409,6 +409,45 @@ def test_texts_that_begin_with_no_question_are_whole(texts, system):
         normalize_pair(row | {"topic": "t"})
 
 
+def test_results_of_tools_in_a_users_turn_are_turns_of_tools():
+    """As Anthropic has them: results first, then what the user says."""
+    call = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": content}
+        for content in ("3", [{"type": "text", "text": "4"}], None)
+    ]
+    turns = [
+        Q,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "so?"}]},
+        A,
+    ]
+    read = read_messages(turns)
+    assert [(message["role"], message["content"]) for message in read[2:]] == [
+        *(("tool", text) for text in ("3", "4", "")),
+        ("user", "so?"),
+        ("assistant", A["content"]),
+    ]
+    assert {message["tool_call_id"] for message in read[2:5]} == {"t1"} and read_messages(read) == read
+    assert read_messages([*turns[:2], {"role": "user", "content": results[:1]}])[2:] == read[2:3]
+
+
+def test_the_tags_of_a_result_are_written_once():
+    tagged = {"role": "tool", "content": "<tool_response>\n3\n</tool_response>"}
+    for template, content in (("<tool_response>{{ m.content }}", "3"), ("{{ m.content }}", tagged["content"])):
+        assert for_template([tagged], template)[0]["content"] == content
+    two = {"role": "tool", "content": 2 * tagged["content"]}
+    assert for_template([two], "<tool_response>")[0] == two
+
+
+def test_details_of_reasoning_are_thoughts_or_refuse_the_row():
+    details = [{"type": "reasoning.text", "text": "hm", "format": "x"}]
+    for keys in ({"reasoning_details": details}, {"reasoning": "hm", "reasoning_details": details}):
+        assert read_messages([Q, A | keys])[1]["reasoning_content"] == "hm"
+    with pytest.raises(ConversationError, match="'reasoning.encrypted' has no known text"):
+        read_messages([Q, A | {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}])
+
+
 def test_columns_that_mark_turns_are_followed():
     row = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "loss_mask": [0, 0]}
     assert [m["train"] for m in normalize(row, "sharegpt").messages] == [False, False]

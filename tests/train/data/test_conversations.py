@@ -9,6 +9,7 @@ from jaxtune.conversations.ends import turn_ends
 from jaxtune.conversations.messages import ConversationError, read_messages
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.train.data import prepare
+from jaxtune.train.data.packing.packing import NothingUsable
 from jaxtune.train.data.rendering.formats import Example
 from jaxtune.train.data.rendering.templates import RowEncoder, derive_markers
 from jaxtune.train.data.rows.row_errors import RowError
@@ -24,6 +25,16 @@ OPENED = (
     "{% endif %}{{ m.content | trim }}{% for call in m.tool_calls or [] %}"
     "{{ '\n\n' if m.content else '' }}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# Like Qwen3: it splits the text of an answer at </think>, and takes the last thought.
+SPLITS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set c = m.content %}{% set t = m.reasoning_content or '' %}"
+    "{% if m.reasoning_content is not string and '</think>' in c %}"
+    "{% set t = c.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set c = c.split('</think>')[-1].lstrip() %}{% endif %}"
+    "{% if m.role == 'assistant' %}<think>{{ t }}</think>{% endif %}{{ c }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Like gpt-oss: channels, two ends of a turn, the name of a call told again with its result, no text beside a thought.
 CHANNELS = (
@@ -131,15 +142,7 @@ def test_a_block_is_the_thought_under_the_templates_key(template, block):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_template_that_splits_blocks_gets_them_as_they_are(block):
     """Like Qwen3; one that reads no thoughts trains them as words, which is said."""
-    split = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% set c = m.content %}{% set t = m.reasoning_content or '' %}"
-        "{% if '</think>' in c %}{% set t = c.split('</think>')[0].split('<think>')[-1].strip() %}"
-        "{% set c = c.split('</think>')[-1].lstrip() %}{% endif %}"
-        "{% if m.role == 'assistant' %}<think>{{ t }}</think>{% endif %}{{ c }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    encoded, found = encode(split, [user("A?"), answer(block)])
+    encoded, found = encode(SPLITS, [user("A?"), answer(block)])
     assert found == [f"<think>hm</think>B{END}"] and not encoded.has_stray_thought
     encoded, found = encode(PLAIN_TEMPLATE, [user("A?"), answer(block)])
     assert found == [f"{block}{END}"] and encoded.has_stray_thought
@@ -147,6 +150,27 @@ def test_a_template_that_splits_blocks_gets_them_as_they_are(block):
     data = prepare(rows, make_tokenizer(), length=99, num_workers=0)
     [said] = [sentence for sentence in data.warnings() if "<think>" in sentence]
     assert said.startswith("1 rows have a thought (<think>)") and "first rows:1; set data.template" in said
+
+
+@pytest.mark.parametrize(
+    "text", ["So <think>x</think> b", "<think>a</think>b<think>c</think>d", "<think>a <think>b</think>c</think>d"]
+)
+def test_nothing_of_a_text_with_several_blocks_is_lost(text):
+    """A template that splits takes the last, and leaves out what is before it."""
+    _, [found] = encode(SPLITS, [user("A?"), answer(text)])
+    thought, _, words = text.partition("</think>") if text.startswith("<think>") else ("", "", text)
+    assert found == f"<think>{thought.removeprefix('<think>')}</think>{words}{END}"
+
+
+@pytest.mark.parametrize("template", [OPENED, CHANNELS])
+def test_a_thought_that_the_prompt_opened(template):
+    """As models write it behind a prompt that ends with <think>."""
+    opened = encode(template, [user("A?"), answer("hm\n</think>\n\nB")])
+    assert opened[1] == encode(template, [user("A?"), answer("B", "hm")])[1]
+
+
+def test_a_thought_without_an_end_is_said():
+    assert encode(OPENED, [user("A?"), answer("<think>hm")])[0].has_stray_thought
 
 
 @pytest.mark.parametrize("template", [OPENED, CHANNELS, PLAIN_TEMPLATE])
@@ -314,6 +338,14 @@ def test_white_space_may_follow_the_end_of_a_rendered_text(tail, train_on, form)
     tokenizer = make_tokenizer()
     (found,) = RowEncoder(tokenizer, train_on=train_on).encode([ends])
     assert found.ended == 1 and tokenizer.decode(found.tokens).rstrip().endswith(END)
+
+
+def test_a_last_answer_that_is_marked_is_the_reason():
+    rows = [{"messages": [user("A?"), answer("B"), user("C?"), answer("D") | {"loss": False}]}]
+    with pytest.raises(
+        NothingUsable, match="last_response_only trains the last answer of a row alone, which its marks"
+    ):
+        prepare(rows, make_tokenizer(), length=99, num_workers=0, last_response_only=True)
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])

@@ -69,7 +69,9 @@ ARGUMENTS = ("chat_template_kwargs",)
 _ROLES = {
     **dict.fromkeys(("messages", "conversations"), "conversation"),
     **dict.fromkeys(("instruction", "input"), "question"),
-    **{"prompt": "prompt", "output": "answer", "completion": "answer"},
+    "prompt": "prompt",
+    "output": "answer",
+    "completion": "answer",
     CHOSEN[0]: "preferred answer",
     REJECTED[0]: "rejected answer",
     SYSTEM[0]: "system message",
@@ -150,7 +152,11 @@ def detect_format(columns: Iterable[str]) -> str:
     known_formats = "; ".join(
         f"{format}: {' + '.join('|'.join(group) for group in groups)}" for format, groups in COLUMNS.items()
     )
-    raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known_formats})")
+    names = ", ".join(map(str, columns)) or "(none)"
+    raise RowError(
+        f"columns {names} fit no known form ({known_formats}): rename them, such as data.columns={{prompt: "
+        f"{next(iter(columns), 'NAME')}, completion: ...}}"
+    )
 
 
 def of_row(value: Columns, reads: Reads, plain: bool) -> tuple[Reads, list[str]]:
@@ -752,7 +758,8 @@ def _conversation(value: Columns, messages: list[Message]) -> Example:
         raise RowError("empty conversation")
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
-            _not_empty(message["content"], "response")
+            others = ", ".join(unknown_keys([message]))
+            _not_empty(message["content"], f"response, and its {others} not read" if others else "response")
     messages = _with_system(value, messages)
     names = [f"messages[].{key}" for key in unknown_keys(messages)]
     return Example(messages=messages, tools=_tools(value), arguments=_arguments(value), unknown=tuple(names))

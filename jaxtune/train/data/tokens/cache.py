@@ -180,9 +180,10 @@ class Summary:
             )
         if self.stray_thoughts:
             sentences.append(
-                f"{self.stray_thoughts:,} rows have a thought (<think>) at the start of an answer, for which the chat "
-                f"template has no place: it is trained as words, first {self.stray_thoughts_first[0]}; set "
-                "data.template to one with thoughts if the model is to think"
+                f"{self.stray_thoughts:,} rows have a thought (<think>) at the start of an answer that has no end, or "
+                "for which the chat template has no place: it is trained as words, first "
+                f"{self.stray_thoughts_first[0]}; "
+                "set data.template to one with thoughts if the model is to think"
             )
         if self.ended < self.responses:
             sentences.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")
