@@ -342,9 +342,7 @@ def test_white_space_may_follow_the_end_of_a_rendered_text(tail, train_on, form)
 
 def test_a_last_answer_that_is_marked_is_the_reason():
     rows = [{"messages": [user("A?"), answer("B"), user("C?"), answer("D") | {"loss": False}]}]
-    with pytest.raises(
-        NothingUsable, match="last_response_only trains the last answer of a row alone, which its marks"
-    ):
+    with pytest.raises(NothingUsable, match="trains the last answer of a row alone, which marks"):
         prepare(rows, make_tokenizer(), length=99, num_workers=0, last_response_only=True)
 
 
