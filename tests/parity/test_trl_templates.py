@@ -11,6 +11,7 @@ import transformers
 import trl
 from trl.chat_template_utils import get_training_chat_template
 
+from jaxtune.conversations.ends import turn_ends
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.rendering.formats import Example, normalize
 from jaxtune.train.data.rendering.templates import RowEncoder
@@ -122,6 +123,19 @@ def test_sampling_with_tools_in_gemma_4s_form(test_data):
     assert told == 'response:add{value:<|"|>2<|"|>}<tool_response|>'
     with pytest.raises(ConfigError, match="no token that ends an answer"):
         ToolFormat(tokenizer, None, [end])
+
+
+def test_sampling_with_tools_in_glms_form(test_data):
+    """The token of the tool's role ends the call, and stands before the result once."""
+    tokenizer = original("glm4moe", test_data)
+    form = ToolFormat(tokenizer, None, turn_ends(tokenizer))
+    asked = [user("Add."), answer("") | {"tool_calls": [Call("add", {"a": 1}).message]}]
+    results = [{"role": "tool", "name": "add", "content": "2"}]
+    before = tokenizer.apply_chat_template(asked, tokenize=False)
+    whole = tokenizer.apply_chat_template([*asked, *results], tokenize=False, add_generation_prompt=True)
+    assert f"{before}<|observation|>{form.decode(form.suffix(results))}" == whole
+    message, calls = form.parsed(form._ids(before.rpartition("<|assistant|>")[2]), {})
+    assert calls == [Call("add", {"a": 1})] and message["content"] == ""
 
 
 # ---- all originals of TRL

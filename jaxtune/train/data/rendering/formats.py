@@ -723,7 +723,8 @@ def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> An
     """The first of `names` that is not null; without one RowError, or None."""
     for name in names:
         if value.get(name) is not None:
-            note(name, _ROLES.get(names[0], name))
+            if not is_blank(value[name]):
+                note(name, _ROLES.get(names[0], name))
             return value[name]
     if required:
         if empty := [name for name in names if name in value]:
