@@ -92,7 +92,6 @@ _THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text", "reasoning.text", "
 _THOUGHT_TEXTS = ("text", "value", "thinking", "reasoning", "content", "summary")  # the first with text is read
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")
-_WRAPPED = re.compile(r"\s*<tool_response>\s*((?:(?!<tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL)
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _PRINTED = re.compile(r"^(?:array\()?[\[(]?\s*\{\s*'\w+'\s*:.*[\])}]$", re.DOTALL)
 _PRINTED_SPEAKER = re.compile(r"'(?:role|from)'\s*:\s*'(\w+)'")
@@ -316,8 +315,10 @@ def _unwrapped(message: Message, template: str) -> Message:
     content = message.get("content")
     if message.get("role") != "tool" or not isinstance(content, str) or "<tool_response>" not in template:
         return message
-    match = _WRAPPED.fullmatch(content)
-    return message if match is None else {**message, "content": match[1]}
+    text, (opening, closing) = content.strip(), ("<tool_response>", "</tool_response>")
+    if not text.startswith(opening) or not text.endswith(closing) or text.count(opening) > 1:
+        return message
+    return {**message, "content": text[len(opening) : -len(closing)].strip()}
 
 
 def _with_short_ids(messages: Iterable[Message]) -> list[Message]:
@@ -502,7 +503,9 @@ def _decoded_turn(turn: object) -> object:
 
 def _results_apart(turn: object) -> list[object]:
     """A turn, with Anthropic's results of tools in its content as turns of their own before it."""
-    parts = turn.get("content") if isinstance(turn, Mapping) else None
+    if not isinstance(turn, Mapping):
+        return [turn]
+    parts = turn.get("content")
     if not isinstance(parts, list | tuple) or not any(map(_is_result, parts)):
         return [turn]
     results = [
@@ -510,7 +513,7 @@ def _results_apart(turn: object) -> list[object]:
         for part in filter(_is_result, parts)
     ]
     others = [part for part in parts if not _is_result(part)]
-    return [*results, {**turn, "content": others}] if others else [*results]  # type: ignore[dict-item]
+    return [*results, *([{**turn, "content": others}] if others else [])]
 
 
 def _is_result(part: object) -> bool:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# A <think> block at the start of an answer: its thought, and the text behind it.
-_BLOCK = re.compile(r"\s*<think>\n*(.*?)\n*</think>\n*(.*)", re.DOTALL)
-_CLOSED = re.compile(r"((?:(?!</?think>).)*?)\n*</think>\n*(.*)", re.DOTALL)  # a thought that the prompt opened
-_OPENED = re.compile(r"\s*<think>\n*((?:(?!</think>).)*)", re.DOTALL)
+_OPENING, _CLOSING = "<think>", "</think>"
 _KEYS = ("reasoning_content", "thinking", "reasoning", "thought")
 _SPECIALS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
 _THOUGHT, _ANSWER = "\ue000t\ue001", "\ue000a\ue001"  # texts that no template writes
@@ -29,14 +25,15 @@ class Place(NamedTuple):
 
 def block_of(content: object) -> tuple[str, str] | None:
     """(Thought, text behind it) of an answer that begins with a <think> block; None without one."""
-    match = _BLOCK.fullmatch(content) if isinstance(content, str) and "<think>" in content else None
-    return None if match is None else (match[1], match[2])
+    text = content.lstrip() if isinstance(content, str) else ""
+    thought, closing, behind = text.removeprefix(_OPENING).partition(_CLOSING)
+    return (thought.strip("\n"), behind.lstrip("\n")) if closing and text.startswith(_OPENING) else None
 
 
 def opened_thought(content: object) -> str | None:
     """The beginning of a thought of an answer that ends within one; None for another."""
-    match = _OPENED.fullmatch(content) if isinstance(content, str) and "<think>" in content else None
-    return None if match is None else match[1]
+    text = content.lstrip() if isinstance(content, str) else ""
+    return text.removeprefix(_OPENING).lstrip("\n") if text.startswith(_OPENING) and _CLOSING not in text else None
 
 
 @functools.lru_cache(64)
@@ -55,15 +52,15 @@ def in_place(message: Mapping[str, object], template: str) -> dict[str, object]:
     such a text itself, and loses nothing of it.
     """
     content = message.get("content")
-    if message.get("role") != "assistant" or not isinstance(content, str) or "</think>" not in content:
+    if message.get("role") != "assistant" or not isinstance(content, str) or _CLOSING not in content:
         return dict(message)
-    place, block, closed = place_of(template), block_of(content), _CLOSED.fullmatch(content)
+    place, block = place_of(template), block_of(content)
     if place.key is None or message.get("reasoning_content"):
         return dict(message)
-    if place.splits and block and content.count("</think>") == 1 and content.count("<think>") < 2:
+    if place.splits and block and content.count(_CLOSING) == 1 and content.count(_OPENING) == 1:
         return dict(message)
-    if block is None and closed is not None:
-        block = closed[1], closed[2]
+    if block is None and _OPENING not in content.partition(_CLOSING)[0]:  # a thought that the prompt opened
+        block = block_of(_OPENING + content)
     thought, text = block or ("", content)  # one that splits takes the last of several, and leaves out what is before
     if not place.splits and not thought.strip():
         return {**message, "content": text}

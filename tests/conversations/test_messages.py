@@ -27,6 +27,7 @@ from jaxtune.conversations.messages import (
     turns_in,
     unknown_keys,
 )
+from jaxtune.conversations.thoughts import block_of, in_place, opened_thought
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.served import Readable
 from jaxtune.train.data.rendering.formats import normalize, normalize_labelled, normalize_pair
@@ -438,6 +439,15 @@ def test_the_tags_of_a_result_are_written_once():
         assert for_template([tagged], template)[0]["content"] == content
     two = {"role": "tool", "content": 2 * tagged["content"]}
     assert for_template([two], "<tool_response>")[0] == two
+
+
+def test_many_line_breaks_are_no_work():
+    """Found by the text's own searches, not by an expression that tries each way to part them."""
+    lines = 400_000 * "\n"
+    assert opened_thought(f"<think>{lines}") == "" and block_of(f"<think>{lines}") is None
+    assert block_of(f"<think>{lines}a{lines}</think>{lines}b") == ("a", "b") and block_of(f"{lines}</think>") is None
+    message = in_place(turn("assistant", f"{lines}</think>b"), "{{ messages[1].reasoning_content }}")
+    assert message["content"] == "b"
 
 
 def test_details_of_reasoning_are_thoughts_or_refuse_the_row():

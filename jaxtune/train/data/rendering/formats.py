@@ -275,7 +275,8 @@ def normalize_pair(value: Columns, access: PictureAccess | None = None) -> Pair:
     if value.get("rejected_response") is not None and _column(value, CHOSEN, False) is None:
         turns = read_messages(_column(value, ("messages",)), "messages", access)
         note("rejected_response", "rejected answer")
-        made = {"prompt": turns[:-1], "chosen": turns[-1:], "rejected": value["rejected_response"]}
+        rejected = _cell(value, ("rejected_response",))
+        made = {"prompt": turns[:-1], "chosen": turns[-1:], "rejected": rejected}
         with made_of_others(made):
             answers = _answered({**value, **made}, {side: made[side] for side in ("chosen", "rejected")}, access)
     else:

@@ -539,7 +539,8 @@ class RowEncoder:
             return RowError("no token")
         if rendered.ranges is None and self.markers is not None:
             found = self.markers.spans(ids, exact)
-            ends = () if exact or is_raw else self.tokenizer.convert_tokens_to_ids([*self._ends_by_role(example.tools)])
+            names = () if exact or is_raw else filter(None, self._ends_by_role(example.tools))
+            ends = {self.tokenizer.convert_tokens_to_ids(name) for name in names}
             found = [(first, last + (last < len(ids) and int(ids[last]) in ends)) for first, last in found]
             spans = [
                 (first, last if exact or last > len(tokens) else self._end_of_turn(text, tokens, first, last))
