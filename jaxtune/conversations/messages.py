@@ -29,6 +29,8 @@ from jaxtune.conversations.pictures import (
     picture_of_part,
     read_picture,
 )
+from jaxtune.conversations.reads import TURN, note
+from jaxtune.conversations.thoughts import block_of, in_place, place_of
 
 type Message = dict[str, Any]
 
@@ -47,7 +49,7 @@ CALLS = frozenset(("function_call", "tool_call", "tool_calls", "function_calls")
 # Keys of a turn that mean the same; the first that is there is read.
 SPEAKER = ("role", "from", "speaker", "author", "sender")
 CONTENT = ("content", "value", "text", "message", "parts")
-THOUGHT = ("reasoning_content", "thinking", "reasoning", "thought")
+THOUGHT = ("reasoning_content", "thinking", "reasoning", "thought", "reasoning_details")
 
 # Keys that say whether a turn is trained on: what a true value means.
 MARKS = {
@@ -86,7 +88,7 @@ _MARK_IN_TEXT = f"its text has U+{ord(PICTURE):X}, which stands for pictures: le
 _PICTURES = ("images", "image")  # keys of a turn
 _SHOWN = re.compile(r'"(images?|image_url|input_image)"')  # in JSON of turns with pictures
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text")
+_THOUGHT_PARTS = ("reasoning", "thinking", "reasoning_text", "reasoning.text", "reasoning.summary")
 _THOUGHT_TEXTS = ("text", "value", "thinking", "reasoning", "content", "summary")  # the first with text is read
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs")
@@ -122,7 +124,7 @@ def read_messages(value: object, column: str = "messages", pictures: PictureAcce
     messages = []
     for index, turn in enumerate(turns_of(value, column)):
         try:
-            messages.append(_message(turn, pictures))
+            messages += [_message(each, pictures) for each in _results_apart(turn)]
         except ConversationError as error:
             raise error.inside(column, index) from None
     messages = _without_channels(messages, column)
@@ -292,17 +294,31 @@ def unknown_keys(messages: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def for_template(messages: Iterable[Message], template: str) -> list[Message]:
-    """Messages from `read_messages` without training marks, with thoughts under the key that `template` reads, and with
-    ids that it takes.
+    """Messages from `read_messages` without training marks, with thoughts under the key that `template` reads, also
+    those at the start of a content, and with ids that it takes.
     """
     if "[TOOL_CALLS]" in template:  # Mistral's, which have a rule for them
         messages = _with_short_ids(messages)
+    messages = [_unwrapped(in_place(message, template), template) for message in messages]
     thinking = "reasoning_content" not in template and re.search(r"\bthinking\b", template) is not None
     names = {"reasoning_content": "thinking"} if thinking else {}
+    if not thinking and any("reasoning_content" in message for message in messages):
+        names = {"reasoning_content": place_of(template).key or "reasoning_content"}
     return [
         {names.get(key, key): value for key, value in in_parts(message).items() if key not in ("train", "train_detail")}
         for message in messages
     ]
+
+
+def _unwrapped(message: Message, template: str) -> Message:
+    """A tool's result without the tags that some rows have around it and the template writes too, as Hermes'."""
+    content = message.get("content")
+    if message.get("role") != "tool" or not isinstance(content, str) or "<tool_response>" not in template:
+        return message
+    text, (opening, closing) = content.strip(), ("<tool_response>", "</tool_response>")
+    if not text.startswith(opening) or not text.endswith(closing) or text.count(opening) > 1:
+        return message
+    return {**message, "content": text[len(opening) : -len(closing)].strip()}
 
 
 def _with_short_ids(messages: Iterable[Message]) -> list[Message]:
@@ -345,6 +361,8 @@ def exclusion(columns: Mapping[str, object]) -> str:
     marks disagree.
     """
     trains_by_column = row_marks(columns)
+    for name in trains_by_column:
+        note(name, "mark")
     if len(set(trains_by_column.values())) > 1:
         raise ConversationError(
             f"columns {', '.join(trains_by_column)} disagree whether the row is trained on: leave one"
@@ -483,6 +501,25 @@ def _decoded_turn(turn: object) -> object:
     return turns_in(turn, "") if isinstance(turn, str) else turn
 
 
+def _results_apart(turn: object) -> list[object]:
+    """A turn, with Anthropic's results of tools in its content as turns of their own before it."""
+    if not isinstance(turn, Mapping):
+        return [turn]
+    parts = turn.get("content")
+    if not isinstance(parts, list | tuple) or not any(map(_is_result, parts)):
+        return [turn]
+    results = [
+        {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content") or ""}
+        for part in filter(_is_result, parts)
+    ]
+    others = [part for part in parts if not _is_result(part)]
+    return [*results, *([{**turn, "content": others}] if others else [])]
+
+
+def _is_result(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "tool_result"
+
+
 def _message(turn: object, access: PictureAccess | None) -> Message:
     """A turn of any of the known forms as a Message; ConversationError for one that cannot be read."""
     if not isinstance(turn, Mapping):
@@ -493,11 +530,14 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
     role, calling = _role(extra)
     key = next((key for key in CONTENT if key in extra), None)
     content = extra.pop(key, None) if key is not None else None
+    if key is not None:
+        note(TURN + key, "calls" if calling else "content")
     message: Message = {"role": role, "content": ""}
     calls: list[Message] = []
     for name in ("function_call", "tool_calls"):  # the first is OpenAI's older key
         written = extra.pop(name, None)
         if written is not None and not isinstance(written, bool):
+            note(TURN + name, "calls")
             calls = _within(name, _calls, written)[1] or calls
     thoughts = _thoughts(extra)
     if calling and not calls:
@@ -512,13 +552,19 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
         if pictures:
             message["pictures"] = pictures
         if access is not None and (column := next((name for name in _PICTURES if extra.get(name)), None)):
+            note(TURN + column, "pictures")
             [message] = with_pictures([message], column_pictures(extra.pop(column), access, column))
         elif role != "assistant":
             _refuse_unshown(turn, message["content"])
         thoughts = [*thoughts, thought] if thought.strip() else thoughts
     elif role in ("user", "system"):
         raise ConversationError(f"a message of the role {role} has no content")
-    if len(set(thoughts)) > 1:
+    if thoughts and role == "assistant" and (block := block_of(message["content"])):  # as some write it twice
+        if any(snake(name) in DETAILS for name in extra):
+            raise ConversationError("its thought is written twice, and its spans count the first: leave one out")
+        thoughts = [*thoughts, *filter(str.strip, block[:1])]
+        message["content"] = block[1]
+    if len({text.strip() for text in thoughts}) > 1:
         raise ConversationError(f"it has several thoughts ({', '.join(THOUGHT)}): leave one")
     _within(key or "content", check_unicode, message["content"])
     if thoughts:
@@ -532,6 +578,9 @@ def _message(turn: object, access: PictureAccess | None) -> Message:
             if name not in extra and key in extra:
                 extra[name] = extra.pop(key)
     marks = _marks(extra, message)
+    for name in extra:
+        if name in NEUTRAL or name in ("name", "tool_call_id"):
+            note(f"{TURN}{name}", "" if name in NEUTRAL else name)
     return message | {name: cell for name, cell in extra.items() if name not in NEUTRAL} | marks
 
 
@@ -561,6 +610,7 @@ def _role(extra: Message) -> tuple[str, bool]:
     if key is None:
         raise ConversationError(f"a message has no role; it has {', '.join(map(str, extra)) or 'nothing'}")
     speaker = extra.pop(key)
+    note(TURN + key, "role")
     if not isinstance(speaker, str):
         raise ConversationError(f"a role is text, not {type(speaker).__name__}", key)
     name = speaker.strip().lower().replace("-", "_").replace(" ", "_")
@@ -633,7 +683,10 @@ def _part(part: object) -> tuple[str, str | None]:
 
 def _thoughts(extra: Message) -> list[str]:
     """The thoughts of a turn, removed from `extra`."""
-    read = [_within(key, _thought, extra.pop(key)) for key in THOUGHT if key in extra]
+    keys = [key for key in THOUGHT if key in extra]
+    for key in keys:
+        note(TURN + key, "thoughts")
+    read = [_within(key, _thought, extra.pop(key)) for key in keys]
     return [text for text in read if text.strip()]
 
 
@@ -762,9 +815,11 @@ def _marks(extra: Message, message: Message) -> Message:
         name = snake(key)
         if name in MARKS:
             value = _truth(extra[key], key)
+            note(TURN + key, "mark")
             del extra[key]
             truths[key] = value is MARKS[name]
         elif name in DETAILS:
+            note(TURN + key, "marks of the content")
             details = _within(key, _details, extra.pop(key), message["content"])
         elif message["role"] == "assistant" and name not in NEUTRAL and _MARKING.search(name) and is_mark(extra[key]):
             raise ConversationError(
@@ -851,6 +906,7 @@ def _without_channels(messages: list[Message], column: str) -> list[Message]:
             raise ConversationError(why, column, index, "recipient")
         is_known = channel in ("analysis", "commentary", "final") and message["role"] in ("assistant", "tool")
         if is_known:
+            note(f"{TURN}channel", "channel")
             message = {key: value for key, value in message.items() if key != "channel"}
         if is_answer and channel == "commentary" and "tool_calls" not in message:
             raise ConversationError("'commentary' without tool_calls is no answer", column, index, "channel")

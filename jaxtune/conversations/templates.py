@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtune.conversations.messages import Message, for_template
+from jaxtune.conversations.thoughts import block_of, opened_thought, place_of
 from jaxtune.conversations.tokenizing import Tokenizer, beginning, special_ids
 
 type Arguments = Mapping[str, object]
@@ -55,10 +56,12 @@ def render(
     messages: of the conversation, in order.
     tools: JSON schemas; None: none.
     add_generation_prompt: end with the beginning of an assistant's turn.
-    continue_final: the text ends within the last message.
+    continue_final: the text ends within the last message, also within its thought.
     arguments: further variables, such as enable_thinking; None: none.
     """
-    options = {**(arguments or {}), **({"continue_final_message": True} if continue_final else {})}
+    options = dict(arguments or {})
+    if continue_final:
+        messages, options["continue_final_message"] = _continued(messages, place_of(template).key)
     try:
         return tokenizer.apply_chat_template(
             for_template(messages, template),
@@ -70,6 +73,18 @@ def render(
         )
     except Exception as error:  # a template is a program, which can raise any error
         raise TemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
+
+
+def _continued(messages: Sequence[Message], key: str | None) -> tuple[Sequence[Message], str | bool]:
+    """(Messages with a thought that the last text begins with apart, what is continued: a key, or True for the text).
+    key: under which the template reads thoughts; None: it reads none.
+    """
+    content = messages[-1].get("content") if messages and key is not None else None
+    if (thought := opened_thought(content)) is not None:
+        return [*messages[:-1], {**messages[-1], "content": "", "reasoning_content": thought}], key or True
+    if block := block_of(content):
+        return [*messages[:-1], {**messages[-1], "content": block[1], "reasoning_content": block[0]}], True
+    return messages, True
 
 
 # --- text of tools

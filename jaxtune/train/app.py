@@ -51,9 +51,8 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
         with loading(config) as (weights, tokenizer, model):
             trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, trains=plan)
             if check:
-                rows_report.check(
-                    trainer.model.given, trainer.data_summary(), trainer.batches, trainer.tokenizer, console
-                )
+                about = "\n".join([trainer.data_summary(), *trainer.columns_read()])
+                rows_report.check(trainer.model.given, about, trainer.batches, trainer.tokenizer, console)
             else:
                 show_memory(trainer, console)
         return 0

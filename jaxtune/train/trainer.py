@@ -442,6 +442,11 @@ class Trainer:
         lines += rows_report.today_note(self.config.data.today if dated else None)
         return "\n".join(lines)
 
+    def columns_read(self) -> list[str]:
+        """A line for each set of rows, with the columns that are read, and as what, and those that are not."""
+        prompts = None if self.answers is None else self.answers.prompts
+        return rows_report.columns_read(self.train_data, self.eval_data, self.batches, prompts)
+
     def finish_line(self, start: int) -> str:
         """The predicted time of the steps from `start` (from 0) on, and its price."""
         price, devices = self.config.plan.dollars_per_hour, self.planner.cost.shape.devices

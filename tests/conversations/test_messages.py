@@ -27,15 +27,16 @@ from jaxtune.conversations.messages import (
     turns_in,
     unknown_keys,
 )
+from jaxtune.conversations.thoughts import block_of, in_place, opened_thought
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.served import Readable
-from jaxtune.train.data.rendering.formats import normalize, normalize_labelled, normalize_pair, unread
+from jaxtune.train.data.rendering.formats import normalize, normalize_labelled, normalize_pair
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.data.rendering.templates import RowEncoder
 from jaxtune.train.data.rows.row_errors import RowError
 from jaxtune.train.data.rows.row_files import read_parquet
 from jaxtune.train.sampled.prompts import prompt_of
-from tests.train.data.conftest import make_tokenizer, spans
+from tests.train.data.conftest import make_tokenizer, spans, unread
 
 few = settings(max_examples=40, deadline=None)
 TEMPLATE = (
@@ -409,6 +410,54 @@ def test_texts_that_begin_with_no_question_are_whole(texts, system):
         normalize_pair(row | {"topic": "t"})
 
 
+def test_results_of_tools_in_a_users_turn_are_turns_of_tools():
+    """As Anthropic has them: results first, then what the user says."""
+    call = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": content}
+        for content in ("3", [{"type": "text", "text": "4"}], None)
+    ]
+    turns = [
+        Q,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "so?"}]},
+        A,
+    ]
+    read = read_messages(turns)
+    assert [(message["role"], message["content"]) for message in read[2:]] == [
+        *(("tool", text) for text in ("3", "4", "")),
+        ("user", "so?"),
+        ("assistant", A["content"]),
+    ]
+    assert {message["tool_call_id"] for message in read[2:5]} == {"t1"} and read_messages(read) == read
+    assert read_messages([*turns[:2], {"role": "user", "content": results[:1]}])[2:] == read[2:3]
+
+
+def test_the_tags_of_a_result_are_written_once():
+    tagged = {"role": "tool", "content": "<tool_response>\n3\n</tool_response>"}
+    for template, content in (("<tool_response>{{ m.content }}", "3"), ("{{ m.content }}", tagged["content"])):
+        assert for_template([tagged], template)[0]["content"] == content
+    two = {"role": "tool", "content": 2 * tagged["content"]}
+    assert for_template([two], "<tool_response>")[0] == two
+
+
+def test_many_line_breaks_are_no_work():
+    """Found by the text's own searches, not by an expression that tries each way to part them."""
+    lines = 400_000 * "\n"
+    assert opened_thought(f"<think>{lines}") == "" and block_of(f"<think>{lines}") is None
+    assert block_of(f"<think>{lines}a{lines}</think>{lines}b") == ("a", "b") and block_of(f"{lines}</think>") is None
+    message = in_place(turn("assistant", f"{lines}</think>b"), "{{ messages[1].reasoning_content }}")
+    assert message["content"] == "b"
+
+
+def test_details_of_reasoning_are_thoughts_or_refuse_the_row():
+    details = [{"type": "reasoning.text", "text": "hm", "format": "x"}]
+    for keys in ({"reasoning_details": details}, {"reasoning": "hm", "reasoning_details": details}):
+        assert read_messages([Q, A | keys])[1]["reasoning_content"] == "hm"
+    with pytest.raises(ConversationError, match="'reasoning.encrypted' has no known text"):
+        read_messages([Q, A | {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}])
+
+
 def test_columns_that_mark_turns_are_followed():
     row = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "loss_mask": [0, 0]}
     assert [m["train"] for m in normalize(row, "sharegpt").messages] == [False, False]
@@ -476,7 +525,7 @@ def test_each_mark_beside_a_conversation_is_followed(name):
         assert exclusion({"messages": [], name: value}) == f"{name} = {value!r}"
     for value in (trains, bool(trains), None, 0.5, "heavy", [0, 1]):
         assert exclusion({"messages": [], name: value}) == ""
-    assert unread({"messages": [Q], name: leaves}, "messages") == []
+    assert name not in unread({"messages": [Q], name: leaves}, "messages")
     assert unread({"messages": [Q], name: 0.5}, "messages") == [name]
     assert normalize({"prompt": "q", "completion": "a", name: ["b", "c"]}, "prompt_completion").prompt == "q"
     other = next(key for key, mark in MARKS.items() if mark is not MARKS[name])

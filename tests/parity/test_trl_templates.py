@@ -1,18 +1,23 @@
-"""Templates of families beside TRL's marked ones: the same conversations train, with the same answers."""
+"""Templates of families beside TRL's marked ones: the same conversations train, with the same answers; and all of TRL's
+originals, whose tokens and masks are TRL's own."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import transformers
 import trl
+from trl.chat_template_utils import get_training_chat_template
 
+from jaxtune.conversations.ends import turn_ends
 from jaxtune.train.config import ConfigError
-from jaxtune.train.data.rendering.formats import Example
+from jaxtune.train.data.rendering.formats import Example, normalize
 from jaxtune.train.data.rendering.templates import RowEncoder
 from jaxtune.train.data.rows.row_errors import RowError
 from jaxtune.train.sampled.tool_formats import Call, ToolFormat
+from tests.parity.test_trl_masks import TEMPLATES, tokenizer_of
 from tests.train.data.conftest import spans
 from tests.train.data.test_conversations import TOOLS, answer, rounds, user
 
@@ -118,3 +123,131 @@ def test_sampling_with_tools_in_gemma_4s_form(test_data):
     assert told == 'response:add{value:<|"|>2<|"|>}<tool_response|>'
     with pytest.raises(ConfigError, match="no token that ends an answer"):
         ToolFormat(tokenizer, None, [end])
+
+
+def test_sampling_with_tools_in_glms_form(test_data):
+    """The token of the tool's role ends the call, and stands before the result once."""
+    tokenizer = original("glm4moe", test_data)
+    form = ToolFormat(tokenizer, None, turn_ends(tokenizer))
+    asked = [user("Add."), answer("") | {"tool_calls": [Call("add", {"a": 1}).message]}]
+    results = [{"role": "tool", "name": "add", "content": "2"}]
+    before = tokenizer.apply_chat_template(asked, tokenize=False)
+    whole = tokenizer.apply_chat_template([*asked, *results], tokenize=False, add_generation_prompt=True)
+    assert f"{before}<|observation|>{form.decode(form.suffix(results))}" == whole
+    message, calls = form.parsed(form._ids(before.rpartition("<|assistant|>")[2]), {})
+    assert calls == [Call("add", {"a": 1})] and message["content"] == ""
+
+
+# ---- all originals of TRL
+
+ORIGINALS = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}, "required": ["a"]}
+ADD = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}]
+CALLS = [{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+ASKED, ADDED = user("Add."), {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "2"}
+CONVERSATIONS = {
+    "plain": {"messages": [user("A?"), answer("Blue.")]},
+    "system": {"messages": [{"role": "system", "content": "Be kind."}, user("A?"), answer("Blue.")]},
+    "thoughts": {"messages": [user("A?"), {**answer("Blue."), "reasoning_content": "Hm."}]},
+    "tools": {"messages": [ASKED, {**answer(""), "tool_calls": CALLS}, ADDED, answer("It is 2.")], "tools": ADD},
+    "turns": {"messages": [user("A?"), answer("Blue."), user("C?"), answer("Red."), user("E?"), answer("Green.")]},
+}
+_KEPT = (
+    "TRL's version writes a thought, if only an empty one, into every answer; jaxtune keeps the model's own template"
+)
+_REFUSED = "the template refuses it"
+_PARTS = "the template takes contents in parts, and is of a model with pictures that is not supported"
+# {(template, conversation): why our tokens or marks are not TRL's}
+OTHERWISE = {
+    **{(name, "turns"): _KEPT for name in ("qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6")},
+    ("qwen3", "tools"): _KEPT,
+    ("deepseekv3", "tools"): "it takes arguments as text alone; TRL's version as an object too",
+    ("diffusion_gemma", "tools"): "TRL does not train the token at which the model waits for a result",
+    **{(name, "tools"): _REFUSED for name in ("cohere", "cohere2", "gemma", "gemma3", "idefics3", "smolvlm")},
+    ("gemma", "system"): _REFUSED,
+    **{("llava_next", chat): _PARTS for chat in CONVERSATIONS},
+}
+_SPECIAL = re.compile(
+    r"<\|[A-Za-z_ ]+\|?>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_(?:turn|utterance|image)>|\[gMASK\]|<sop>|</?think>"
+)
+_ENDS = ("<|im_end|>", "<|return|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>")
+_ENDS = (*_ENDS, "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<|eot|>", "<|end|>")
+
+
+def original(name: str, test_data: Path):
+    """A tokenizer with the special tokens of one of TRL's original templates."""
+    folder = "gpt-oss" if name == "gptoss" else "qwen3"
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(test_data / "tokenizers" / folder)
+    tokenizer.chat_template = template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*_SPECIAL.findall(template)})})
+    tokenizer.eos_token = next((end for end in _ENDS if end in template), "<|endoftext|>")
+    if "bos_token" in template:
+        tokenizer.add_special_tokens({"bos_token": "<|begin_of_text|>"})
+    return tokenizer
+
+
+def of_ours(tokenizer, row, train_on):
+    """(Ids, mask), without the BOS that no template wrote; RowError for a row that is refused."""
+    [encoded] = RowEncoder(tokenizer, train_on=train_on).encode([normalize(row, "messages")])
+    if isinstance(encoded, RowError):
+        raise encoded
+    assert encoded.ended == encoded.responses
+    ids, mask = encoded.tokens.tolist(), encoded.mask.tolist()
+    return (ids[1:], mask[1:]) if ids[0] == tokenizer.bos_token_id else (ids, mask)
+
+
+def of_trl(tokenizer, row, template):
+    options = dict(tokenize=True, return_dict=True, return_assistant_tokens_mask=True, chat_template=template)
+    made = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), **options)
+    ids, mask = list(made["input_ids"]), [bool(on) for on in made["assistant_masks"]]
+    return (ids[1:], mask[1:]) if ids[0] == tokenizer.bos_token_id else (ids, mask)
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_tokens_and_marks_of_all_originals(name, test_data):
+    tokenizer = original(name, test_data)
+    try:
+        marked = get_training_chat_template(tokenizer) or tokenizer.chat_template
+    except ValueError:  # TRL has no marked version: the text is compared
+        marked = None
+    for chat, row in CONVERSATIONS.items():
+        try:
+            whole = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+            found = of_ours(tokenizer, row, "turns" if marked else "responses")
+        except RowError as error:
+            assert (name, chat) in OTHERWISE, error
+            continue
+        except Exception as error:  # transformers has it from the template
+            assert OTHERWISE.get((name, chat)) in (_REFUSED, _PARTS, OTHERWISE["deepseekv3", "tools"]), error
+            with pytest.raises(RowError, match="the chat template fails"):
+                of_ours(tokenizer, row, "responses")
+            continue
+        text = tokenizer.decode(found[0])
+        assert text.removesuffix("<|user|>") == whole.removeprefix(tokenizer.bos_token or "<none>")
+        if marked is not None:
+            theirs = of_trl(tokenizer, row, marked)
+            alike = found == theirs
+            words = [spans(tokenizer, *one) for one in (found, theirs)]
+            assert alike == ((name, chat) not in OTHERWISE), (name, chat, words)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_of_stored_templates(name, test_data):
+    """Their tokens are those of transformers, or both refuse the row; each response has its end."""
+    tokenizer = tokenizer_of(test_data, name)
+    marks = sorted({*_SPECIAL.findall(tokenizer.chat_template)} - {*tokenizer.get_vocab()})
+    tokenizer.add_tokens([transformers.AddedToken(mark, special=True, normalized=False) for mark in marks])
+    for chat, row in CONVERSATIONS.items():
+        options = dict(tools=row.get("tools"), return_dict=False)
+        try:
+            theirs = tokenizer.apply_chat_template(row["messages"], **options)
+        except Exception:  # of the template
+            with pytest.raises(RowError, match="the chat template fails"):
+                of_ours(tokenizer, row, "turns")
+            assert chat in ("tools", "system")
+            continue
+        ids, mask = of_ours(tokenizer, row, "turns")
+        assert ids == theirs[theirs[0] == tokenizer.bos_token_id :]
+        answers = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant" and turn["content"]]
+        texts = spans(tokenizer, ids, mask)
+        assert all(any(text in said for said in texts) for text in answers)

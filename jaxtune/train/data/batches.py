@@ -226,6 +226,10 @@ class BatchSource:
         """Sentences to show before training."""
         return []
 
+    def columns(self) -> dict[str, str]:
+        """{a set's name: what is read of its rows, in words}, of rows that the source reads."""
+        return {}
+
     def rollouts_at(self, step: int) -> list[Rollout]:
         """Answers sampled for `step`, given out once."""
         return []

@@ -356,6 +356,11 @@ def _require_usable(
             )
         if summary.masked:
             raise NothingUsable(f"{name}: {where}: data.mask_spans takes out all of every response")
+        if options["last_response_only"]:
+            raise NothingUsable(
+                f"{name}: {where}: data.last_response_only trains the last answer of a row alone, which marks leave "
+                "out, or the template does not show; leave that key or such rows out"
+            )
         raise NothingUsable(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
     if not summary.ended and not any(source.is_later_window for source in sources):
         tail = documents[0]

@@ -78,6 +78,17 @@ def today_note(today: str | None) -> list[str]:
     ]
 
 
+def columns_read(
+    train: TokenDataset | None, held_out: TokenDataset | None, batches: BatchSource, prompts: object = None
+) -> list[str]:
+    """A line for each set of rows: which columns are read, and as what, and which are not. prompts: of evaluations."""
+    sets = {"training rows": "" if train is None else train.summary.columns, **batches.columns()}
+    is_apart = held_out is not None and (train is None or held_out.summary is not train.summary)
+    sets["evaluation rows"] = held_out.summary.columns if held_out is not None and is_apart else ""
+    sets["prompts of evaluations"] = getattr(prompts, "columns", "")
+    return [f"columns of {name}: {words}" for name, words in sets.items() if words]
+
+
 def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:
     """Prints the report of --check: trainable tensors, the data (`summary`), and one packed row, or a prompt."""
     colours = console.color_system is not None

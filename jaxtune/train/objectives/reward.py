@@ -75,6 +75,8 @@ class Reward(Pairs):
             return data_set
         # Pairs that are too long are left out, because a text that is cut has no last token to score.
         labels = margins(rows, data_set.documents, max_rows, data.columns)
+        if labels is not None:
+            data_set = dataclasses.replace(data_set, summary=data_set.summary.with_read("margin", "margin"))
         documents = without_padding(data_set.documents, getattr(tokenizer, "pad_token_id", None))
         return dataclasses.replace(data_set, documents=documents, labels=labels, drops_cut_pairs=True)
 

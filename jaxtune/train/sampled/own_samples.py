@@ -154,6 +154,9 @@ class OwnSamples(BatchSource):
             f"{total_steps:,} steps of {self.documents:,} rows of the data, packed into rows of {self.length:,} tokens",
         ]
 
+    def columns(self) -> dict[str, str]:
+        return {"prompts": getattr(self.rows, "columns", "")}
+
     def warnings(self) -> list[str]:
         return self._fill
 

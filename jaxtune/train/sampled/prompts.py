@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtune.conversations.answers import AnswerReader, Completions
 from jaxtune.conversations.messages import in_parts, pictures_of, read_messages, turns_in
+from jaxtune.conversations.reads import Reads, RowsRead, noted, told
 from jaxtune.models.generation.grammars import Grammars, grammar_of
 from jaxtune.models.generation.requests import Constraint
 from jaxtune.models.placement import partition
@@ -25,6 +26,7 @@ from jaxtune.train.data.rendering.formats import (
     HISTORY,
     Example,
     asked,
+    of_row,
     picture_columns,
 )
 from jaxtune.train.data.rendering.pictures import PictureOptions
@@ -57,7 +59,7 @@ def read_prompts(
     tools: Tools | None = None,
     cuts_long: bool = False,
     pictures: PictureOptions | None = None,
-) -> list[Prompt]:
+) -> RowsRead[Prompt]:
     """Reads and tokenises prompts: a row's `prompt`, text or messages, as in TRL, or of rows for fine-tuning what comes
     before the last answer, which becomes the column `answer` unless there is one.
 
@@ -73,8 +75,14 @@ def read_prompts(
     """
     encoder = RowEncoder(tokenizer, template=data.trained_template, today=data.today, pictures=pictures)
 
-    def read(most: int) -> list[Prompt]:
-        return read_each(rows, data, key, lambda row, file: prompt_of(row, encoder, most, room_words, tools, file))
+    def read(most: int) -> RowsRead[Prompt]:
+        return read_each(
+            rows,
+            data,
+            key,
+            lambda row, file: prompt_of(row, encoder, most, room_words, tools, file),
+            "given to functions alone",
+        )
 
     if not cuts_long or most_tokens < 1 or pictures is not None:
         return read(most_tokens)
@@ -84,17 +92,26 @@ def read_prompts(
             f"{longer:,} of {len(uncut_prompts):,} prompts have more than {most_tokens:,} tokens: they lose "
             "their first ones"
         )
-    return [dataclasses.replace(prompt, ids=prompt.ids[-most_tokens:]) for prompt in uncut_prompts]
+    uncut_prompts[:] = [dataclasses.replace(prompt, ids=prompt.ids[-most_tokens:]) for prompt in uncut_prompts]
+    return uncut_prompts
 
 
-def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object], str], T]) -> list[T]:
+def read_each[T](
+    rows: object,
+    data: DataConfig,
+    key: str,
+    make: Callable[[Mapping[str, object], str], T],
+    of_others: str = "not read",
+) -> RowsRead[T]:
     """Converts each data row, and the name of its file, by `make`, in order; RowError leaves a row out or stops
     (on_bad_row).
 
     Raises ConfigError if none or, unless "skip", one is unusable; ValueError if there is no such file. Of `data`,
     columns, max_rows (most results) and on_bad_row count.
     """
-    results: list[T] = []
+    results: RowsRead[T] = RowsRead()
+    reads: Reads = {}
+    others: list[str] = []
     left_out: list[str] = []
     excluded: list[str] = []
     sources = open_sources(rows, columns=data.columns)
@@ -105,7 +122,10 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
             try:
                 if row.value is None:
                     raise RowError(str(row.error))
-                results.append(make(row.value, source.name))
+                with noted() as row_reads:
+                    results.append(make(row.value, source.name))
+                used, unused = of_row(row.value, row_reads, plain=False)
+                reads, others = used | reads, [*dict.fromkeys([*others, *unused])]
             except Excluded as error:
                 excluded.append(f"{row.place}: {error}")
             except RowError as error:
@@ -118,6 +138,7 @@ def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mappi
         first = f"; the first: {[*left_out, *excluded][0]}" if left_out or excluded else ""
         where = ", ".join(dict.fromkeys(source.name for source in sources))
         raise ConfigError(f"{key}: {where} has no prompt that could be used{first}")
+    results.columns = told(reads, (name for name in others if name not in reads), of_others)
     return results
 
 

@@ -299,6 +299,9 @@ class SampledAnswers(BatchSource):
             *([f"tools: {', '.join(self.answering.tool_names)}"] if self.answering.tool_names else []),
         ]
 
+    def columns(self) -> dict[str, str]:
+        return {"prompts": getattr(self.prompts, "columns", "")}
+
     def warnings(self) -> list[str]:
         return self._fill
 

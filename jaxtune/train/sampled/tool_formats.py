@@ -82,6 +82,9 @@ class ToolFormat:
             )
         asked_ids = self._ids(before)
         whole_ids = self._ids(*unguarded(text, mark))
+        behind = len(asked_ids)
+        if whole_ids[:behind] == asked_ids and whole_ids[behind : behind + 1] and whole_ids[behind] in self._ends:
+            return whole_ids[behind + 1 :]  # the token of the tool's role ends the calls
         end_indices = [index for index, token in enumerate(whole_ids) if token in self._ends]
         count = sum(token in self._ends for token in asked_ids)
         last = max((index for index, token in enumerate(asked_ids) if token in self._ends), default=len(asked_ids))

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
+
+from jaxtune.conversations.reads import noted
+from jaxtune.train.data.rendering.formats import (
+    LABELLED,
+    PREFERENCE,
+    normalize,
+    normalize_labelled,
+    normalize_pair,
+    of_row,
+    refuse_excluded,
+)
+from jaxtune.train.data.rows.row_errors import Excluded
 
 # Without marks: what a response is shows only from rendering prefixes.
 PLAIN_TEMPLATE = (
@@ -63,6 +76,19 @@ def write(tmp_path: Path):
         return path
 
     return write
+
+
+def read_of(row: dict, format: str, plain: bool = False, access=None) -> tuple[dict, list]:
+    """(What is read of a row, and as what; columns that are not), also of one that a mark leaves out."""
+    with noted() as reads, contextlib.suppress(Excluded):
+        refuse_excluded(row)
+        others = {PREFERENCE: normalize_pair, LABELLED: normalize_labelled}
+        others.get(format, lambda row, access: normalize(row, format, access))(row, access)
+    return of_row(row, reads, plain)
+
+
+def unread(row: dict, format: str, plain: bool = False) -> list[str]:
+    return read_of(row, format, plain)[1]
 
 
 def spans(tokenizer, tokens, mask) -> list[str]:

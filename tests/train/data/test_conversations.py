@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import pytest
 
+from jaxtune.conversations.ends import turn_ends
+from jaxtune.conversations.messages import ConversationError, read_messages
+from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.train.data import prepare
+from jaxtune.train.data.packing.packing import NothingUsable
 from jaxtune.train.data.rendering.formats import Example
-from jaxtune.train.data.rendering.templates import RowEncoder
+from jaxtune.train.data.rendering.templates import RowEncoder, derive_markers
 from jaxtune.train.data.rows.row_errors import RowError
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
@@ -21,6 +25,16 @@ OPENED = (
     "{% endif %}{{ m.content | trim }}{% for call in m.tool_calls or [] %}"
     "{{ '\n\n' if m.content else '' }}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# Like Qwen3: it splits the text of an answer at </think>, and takes the last thought.
+SPLITS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set c = m.content %}{% set t = m.reasoning_content or '' %}"
+    "{% if m.reasoning_content is not string and '</think>' in c %}"
+    "{% set t = c.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set c = c.split('</think>')[-1].lstrip() %}{% endif %}"
+    "{% if m.role == 'assistant' %}<think>{{ t }}</think>{% endif %}{{ c }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Like gpt-oss: channels, two ends of a turn, the name of a call told again with its result, no text beside a thought.
 CHANNELS = (
@@ -89,7 +103,7 @@ def test_two_rounds_of_a_tool_under_a_prompt_that_opens_a_thought():
 def test_a_thought_within_the_text_of_an_earlier_turn():
     chat = [user("A?"), answer("B", "hm"), user("C?"), answer("<think>so</think>D")]
     encoded, found = encode(OPENED, chat)
-    assert found == [f"B{END}", f"\n</think>\n\n<think>so</think>D{END}"]
+    assert found == [f"B{END}", f"so\n</think>\n\nD{END}"]
     assert encoded.left_out == "reasoning_content of message 1 (assistant)"
 
 
@@ -105,6 +119,146 @@ def test_two_rounds_of_a_tool_in_channels():
         else:
             assert found[2].startswith("|analysis|again") and found[3].startswith("|analysis|done")
             assert "message 1" in encoded.left_out and "message 7" not in encoded.left_out
+
+
+# ---- thoughts at the start of a content
+
+BLOCKS = ["<think>hm</think>B", "<think>\nhm\n</think>\n\nB", " <think>\nhm</think>\n\nB"]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("template", [OPENED, CHANNELS])
+def test_a_block_is_the_thought_under_the_templates_key(template, block):
+    """Nothing is doubled, nothing lost, and an empty block is no thought."""
+    keyed, inline = (encode(template, [user("A?"), turn]) for turn in (answer("B", "hm"), answer(block)))
+    assert keyed[1] == inline[1] and "".join(inline[1]).count("hm") == 1 and inline[0].left_out == ""
+    assert (
+        encode(template, [user("A?"), answer(block.replace("hm", ""))])[1]
+        == encode(template, [user("A?"), answer("B")])[1]
+    )
+    assert not inline[0].has_stray_thought
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_template_that_splits_blocks_gets_them_as_they_are(block):
+    """Like Qwen3; one that reads no thoughts trains them as words, which is said."""
+    encoded, found = encode(SPLITS, [user("A?"), answer(block)])
+    assert found == [f"<think>hm</think>B{END}"] and not encoded.has_stray_thought
+    encoded, found = encode(PLAIN_TEMPLATE, [user("A?"), answer(block)])
+    assert found == [f"{block}{END}"] and encoded.has_stray_thought
+    rows = [{"messages": [user("A?"), answer(text)]} for text in (block, "B", "So: " + block)]
+    data = prepare(rows, make_tokenizer(), length=99, num_workers=0)
+    [said] = [sentence for sentence in data.warnings() if "<think>" in sentence]
+    assert said.startswith("1 rows have a thought (<think>)") and "first rows:1; set data.template" in said
+
+
+@pytest.mark.parametrize(
+    "text", ["So <think>x</think> b", "<think>a</think>b<think>c</think>d", "<think>a <think>b</think>c</think>d"]
+)
+def test_nothing_of_a_text_with_several_blocks_is_lost(text):
+    """A template that splits takes the last, and leaves out what is before it."""
+    _, [found] = encode(SPLITS, [user("A?"), answer(text)])
+    thought, _, words = text.partition("</think>") if text.startswith("<think>") else ("", "", text)
+    assert found == f"<think>{thought.removeprefix('<think>')}</think>{words}{END}"
+
+
+@pytest.mark.parametrize("template", [OPENED, CHANNELS])
+def test_a_thought_that_the_prompt_opened(template):
+    """As models write it behind a prompt that ends with <think>."""
+    opened = encode(template, [user("A?"), answer("hm\n</think>\n\nB")])
+    assert opened[1] == encode(template, [user("A?"), answer("B", "hm")])[1]
+
+
+def test_a_thought_without_an_end_is_said():
+    assert encode(OPENED, [user("A?"), answer("<think>hm")])[0].has_stray_thought
+
+
+@pytest.mark.parametrize("template", [OPENED, CHANNELS, PLAIN_TEMPLATE])
+def test_a_thought_that_is_written_twice_is_one(template):
+    twice = {"role": "assistant", "content": BLOCKS[1], "reasoning_content": "hm"}
+    read = read_messages([user("A?"), twice])
+    assert read[1]["content"] == "B" and read[1]["reasoning_content"] == "hm"
+    assert encode(template, read)[1] == encode(template, [user("A?"), answer("B", "hm")])[1]
+    with pytest.raises(ConversationError, match="several thoughts"):
+        read_messages([user("A?"), twice | {"reasoning_content": "so"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"), [(OPENED, "assistant\n<think>\n{}"), (CHANNELS, "assistant|analysis|{}")]
+)
+@pytest.mark.parametrize("thought", ["", "hm, <b"])
+def test_a_begun_thought_is_continued(template, begins, thought):
+    tokenizer = make_tokenizer(template)
+    ids = prompt_tokens(tokenizer, [user("A?"), answer(f"<think>\n{thought}")], continues=True)
+    assert tokenizer.decode(ids).rstrip().endswith(begins.format(thought).rstrip())
+    ids = prompt_tokens(tokenizer, [user("A?"), answer(f"<think>\nhm\n</think>\n\n{thought}")], continues=True)
+    assert tokenizer.decode(ids).count("hm") == 1 + ("hm" in thought) and "<think>\n\n" not in tokenizer.decode(ids)
+
+
+# ---- turns that end by the next role's token
+
+# Like GLM's: no turn has an end; the model stops at <|user|>, or at <|observation|> where it calls.
+ROLES = (
+    "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}{{ behind }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+ROLE_TOKENS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+
+
+@pytest.mark.parametrize("behind", ["", "\n"])
+@pytest.mark.parametrize("train_on", ["responses", "turns"])
+def test_a_turn_that_ends_by_the_next_roles_token(behind, train_on):
+    tokenizer = make_tokenizer(ROLES.replace("behind", repr(behind)), additional_special_tokens=ROLE_TOKENS)
+    encoder = RowEncoder(tokenizer, train_on=train_on)
+
+    def found(messages, **options):
+        [encoded] = encoder.encode([Example(messages=messages, **options)])
+        assert not isinstance(encoded, RowError) and encoded.ended == encoded.responses and encoded.left_out == ""
+        return spans(tokenizer, encoded.tokens, encoded.mask)
+
+    end, call = f"{behind}<|user|>", f"{behind}<|observation|>"
+    expected = [f"<call>add{call}", f"It is 2.{end}", f"<call>add{call}", f"It is 4.{end}"]
+    assert found(rounds(None, None, None, None)) == expected
+    assert found(rounds(None, None, None, None)[:2]) == expected[:1]
+    marked = [user("A?"), answer("B") | {"train": False}, user("C?"), answer("D"), user("E?")]
+    assert found(marked) == [f"D{end}"] and found([*marked, marked[1]]) == [f"D{end}"]
+    assert found([user("A?"), answer("B"), user("C?"), answer("D")], prompt_messages=3) == [f"D{end}"]
+    assert turn_ends(tokenizer) == sorted(tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"]))
+
+
+def test_markers_and_pairs_under_such_a_template():
+    tokenizer = make_tokenizer(ROLES, additional_special_tokens=ROLE_TOKENS)
+    markers = dict(zip(("instruction_part", "response_part"), derive_markers(tokenizer), strict=True))
+    assert markers == {"instruction_part": "<|user|>\n", "response_part": "<|assistant|>\n"}
+    rows = [{"messages": [user("A?"), answer("B"), user("C?"), answer("D")]}]
+    for options in ({}, markers):
+        data = prepare(rows, tokenizer, length=99, num_workers=0, **options)
+        [document] = list(data.documents)
+        assert spans(tokenizer, document.tokens, document.mask) == ["B<|user|>", "D<|user|>"]
+    pair = {"prompt": [user("A?")], "chosen": [answer("B")], "rejected": [answer("D")]}
+    data = prepare([pair], tokenizer, length=99, num_workers=0, format="preference", pairs=True)
+    assert [spans(tokenizer, one.tokens, one.mask) for one in data.documents] == [["B<|user|>"], ["D<|user|>"]]
+
+
+def test_a_token_that_begins_any_turn_ends_none():
+    template = PLAIN_TEMPLATE.replace("<|im_end|>", "")
+    assert encode(template, [user("A?"), answer("B"), user("C?"), answer("D")])[0].ended == 0
+    assert turn_ends(make_tokenizer(template)) == []
+
+
+def test_a_thought_that_is_written_empty_where_the_prompt_opens_one():
+    """Like Nemotron 3's."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{{ '<think>\n' + m.reasoning_content + '</think>' if m.reasoning_content else '<think></think>' }}{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    chat = [user("A?"), answer("B"), user("C?"), answer("D", "hm"), user("E?"), answer("F")]
+    assert encode(template, chat)[1] == [f"</think>B{END}", f"hm</think>D{END}", f"</think>F{END}"]
+    opened = [f"<think></think>B{END}\n", f"<think>\nhm</think>D{END}\n", f"<think></think>F{END}\n"]
+    assert encode(template, chat, train_on="turns")[1] == opened  # what TRL marks
 
 
 # ---- what a template does not write
@@ -184,6 +338,12 @@ def test_white_space_may_follow_the_end_of_a_rendered_text(tail, train_on, form)
     tokenizer = make_tokenizer()
     (found,) = RowEncoder(tokenizer, train_on=train_on).encode([ends])
     assert found.ended == 1 and tokenizer.decode(found.tokens).rstrip().endswith(END)
+
+
+def test_a_last_answer_that_is_marked_is_the_reason():
+    rows = [{"messages": [user("A?"), answer("B"), user("C?"), answer("D") | {"loss": False}]}]
+    with pytest.raises(NothingUsable, match="trains the last answer of a row alone, which marks"):
+        prepare(rows, make_tokenizer(), length=99, num_workers=0, last_response_only=True)
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])

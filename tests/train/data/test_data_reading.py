@@ -13,10 +13,10 @@ from jaxtune.train.data.rendering.formats import (
     normalize,
     normalize_labelled,
     normalize_pair,
-    unread,
 )
 from jaxtune.train.data.rows.reading import open_sources, read_rows
 from jaxtune.train.data.rows.row_errors import RowError
+from tests.train.data.conftest import unread
 
 GOOD = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 
@@ -271,6 +271,7 @@ def test_a_system_message_of_any_form_stands_before_the_prompt(column):
 
 
 def test_columns_of_which_nothing_is_read_are_named():
+    tools, turns = [{"name": "add"}], [turn("user", "q"), turn("assistant", "a")]
     row = {
         "question": "Q",
         "prompt": "P",
@@ -283,9 +284,8 @@ def test_columns_of_which_nothing_is_read_are_named():
     }
     assert unread(row, "prompt_completion") == ["question", "context", "id"]
     assert unread({"instruction": "Q", "output": "A", "context": "C", "history": [["q", "a"]]}, "alpaca") == []
-    assert unread({"chosen": "A", "rejected": "B", "prompt": "P", "margin": 1.0, "score": 0.0}, PREFERENCE) == ["score"]
-    assert unread({"messages": [], "label": False, "notes": [1]}, LABELLED) == ["notes"]
-    tools, turns = [{"name": "add"}], [turn("user", "q"), turn("assistant", "a")]
+    assert unread({"chosen": "A", "rejected": "B", "prompt": "P", "score": 0.0}, PREFERENCE) == ["score"]
+    assert unread({"messages": turns, "label": False, "notes": [1]}, LABELLED) == ["notes"]
     for kind, row in (  # tools are described in a conversation, and not before plain text
         ("prompt_completion", {"prompt": "P", "completion": "C"}),
         (PREFERENCE, {"prompt": "P", "chosen": "A", "rejected": "B"}),

@@ -97,6 +97,105 @@ def test_a_begun_answer_is_continued_or_refused(question, begun, answer):
                 read([{"prompt": turns, **last}], tokenizer, length=99, num_workers=0)
 
 
+TOLD = [
+    ("text", {"text": "a b", "system": "s", "id": 1}, "text; not read: system, id"),
+    (
+        "messages",
+        {"messages": [turn("user", "q") | {"id": 1}, turn("assistant", "a") | {"weight": 1, "thinking": "t"}]},
+        "messages as conversation; of turns: role, content, thinking as thoughts, weight as mark; not read: "
+        "messages[].id",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "loss_mask": [0, 1]},
+        "conversations as conversation, loss_mask as marks of turns; of turns: from as role, value as content",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [turn("user", "q"), {"from": "function_call", "value": '{"name": "add"}'}]},
+        "conversations as conversation; of turns: role, content, from as role, value as calls",
+    ),
+    (
+        "alpaca",
+        {"instruction": "q", "context": "c", "response": "a", "history": [["b", "c"]]},
+        "instruction as question, context as question, response as answer, history as earlier turns",
+    ),
+    (
+        "prompt_completion",
+        {"prompt": "q", "completion": "a", "tools": TOOLS},
+        "prompt, completion as answer; not read: tools",
+    ),
+    (
+        "preference",
+        {"prompt": "q", "chosen": "a", "rejected": "b", "history": [["b", "c"]], "margin": 1.0},
+        "chosen as preferred answer, rejected as rejected answer, prompt as question, history as earlier turns; "
+        "not read: margin",
+    ),
+    (
+        "preference",
+        {"messages": [turn("user", "q"), turn("assistant", "a")], "rejected_response": "b", "prompt": "p"},
+        "messages as conversation, rejected_response as rejected answer; of turns: role, content; not read: prompt",
+    ),
+    (
+        "preference",
+        {
+            "input": {"messages": [turn("user", "q")], "tools": TOOLS},
+            "preferred_output": [turn("assistant", "a")],
+            "non_preferred_output": [turn("assistant", "b")],
+        },
+        "preferred_output as preferred answer, non_preferred_output as rejected answer, input as question; of "
+        "turns: role, "
+        "content",
+    ),
+    (
+        "labelled",
+        {"prompt": "q", "completion": "a", "label": True, "weight": 1},
+        "weight as mark, label, completion as answer, prompt as question",
+    ),
+    (
+        "labelled",
+        {"messages": [{"from": "user", "value": "q"}, {"from": "gpt", "value": "a"}], "label": False, "prompt": "p"},
+        "label, messages as conversation; of turns: from as role, value as content; not read: prompt",
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "row", "told"), TOLD)
+def test_what_is_read_of_each_form_is_told(format, row, told):
+    """Of rows that are tokenised, in the words of --check."""
+    pairs = format in ("preference", "labelled")
+    options = {"format": format, "pairs": True} if pairs else {"format": format}
+    data = prepare([row], make_tokenizer(TEMPLATE), length=99, num_workers=0, **options)
+    assert data.summary.columns == told
+
+
+@given(rows(), st.sampled_from([None, "tokenizer"]), st.dictionaries(st.sampled_from(["id", "topic"]), WORDS))
+def test_a_column_is_told_to_be_read_if_it_decides_the_tokens(row, template, more):
+    tokenizer, value = make_tokenizer(TEMPLATE), {**row[0], **row[1], **more}
+
+    def tokens(value):
+        try:
+            data = prepare([value], tokenizer, length=999, num_workers=0, template=template)
+        except ValueError:
+            return None, None
+        return [(document.tokens.tolist(), document.mask.tolist()) for document in data.documents], data.summary
+
+    whole, summary = tokens(value)
+    filled = [name for name, cell in value.items() if cell not in ("", [])]
+    columns = {name for name in summary.reads if not name.startswith("messages[]")}
+    assert columns | {*summary.unread} == {*filled} and not columns & {*summary.unread}
+    for name in filled:
+        changed = tokens({key: cell for key, cell in value.items() if key != name})[0] != whole
+        assert changed == (name in columns), (name, summary.columns)
+
+
+def test_prompts_tell_their_columns():
+    row = {"prompt": [turn("user", "q")], "answer": "4", "system": "s", "level": 3}
+    prompts = read_prompts([row], make_tokenizer(TEMPLATE), DataConfig(train="x"), 99)
+    told = "prompt, system as system message; of turns: role, content; given to functions alone: answer, level"
+    assert prompts.columns == told
+
+
 def test_rows_that_a_mark_leaves_out_are_not_asked(tmp_path, capsys):
     tokenizer, left_out = make_tokenizer(TEMPLATE), {"prompt": "out", "masked": True}
     [prompt] = read_prompts([{"prompt": "in"}, left_out], tokenizer, DataConfig(train="x"), 99)

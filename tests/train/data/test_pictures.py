@@ -332,7 +332,10 @@ FORMS = {
 def test_every_form_gives_the_same_document(name, tmp_path):
     (tmp_path / "cat.png").write_bytes(CAT)
     options = picture_options(TOKENIZER, folder=str(tmp_path))
-    [document] = _documents(prepared([FORMS[name]], pictures=options))
+    data = prepared([FORMS[name]], pictures=options)
+    [document] = _documents(data)
+    apart = {"images", "image"} & {*FORMS[name], *FORMS[name].get("messages", [{}])[0]}
+    assert data.summary.columns.count(" as pictures") == len(apart) and "not read" not in data.summary.columns
     [expected] = _documents(prepared([FORMS["parts"]]))
     assert np.array_equal(document[0], expected[0]) and np.array_equal(document[1], expected[1])
     assert spans(TOKENIZER, *document) == ["A cat.<|im_end|>"]

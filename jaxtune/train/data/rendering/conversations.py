@@ -172,8 +172,9 @@ class Conversations:
         text_start = self._text_of(messages, tools, text, index).start
         if opening and opening != asking and text_start is not None:
             low = self._text_of(messages, tools, text, index - 1).end
-            if low is not None and (prompt_start := text.find(opening, low, text_start)) >= 0:
-                return prompt_start + len(opening)
+            for written in (opening, opening.rstrip()):  # a thought that the prompt opens may be written empty
+                if low is not None and (prompt_start := text.find(written, low, text_start)) >= 0:
+                    return prompt_start + len(written)
             sizes = (size for size in range(len(opening), 0, -1) if text.endswith(opening[:size], 0, text_start))
             shared = opening[: next(sizes, 0)]
             if shared and (shared == opening or (self._special_texts and self._special_texts.search(shared))):

@@ -21,7 +21,6 @@ from jaxtune.conversations.messages import (
     pictures_of,
     read_messages,
     read_tools,
-    row_marks,
     snake,
     turn_marks,
     turns_in,
@@ -31,6 +30,7 @@ from jaxtune.conversations.messages import (
     with_system,
 )
 from jaxtune.conversations.pictures import PICTURE, TAG, PictureAccess
+from jaxtune.conversations.reads import TURN, Reads, is_blank, made_of_others, note, unread
 from jaxtune.conversations.templates import Arguments, checked_arguments
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, check_unicode
 
@@ -65,16 +65,20 @@ HISTORY = "history"
 TOOLS = ("tools", "functions")
 # The column with a row's variables of the chat template, as TRL has it.
 ARGUMENTS = ("chat_template_kwargs",)
-# The columns that are read in each format, in groups of which a row's first one is read.
-_READ = {
-    "messages": (*COLUMNS["messages"], SYSTEM, TOOLS, ARGUMENTS),
-    "sharegpt": (*COLUMNS["sharegpt"], SYSTEM, TOOLS, ARGUMENTS),
-    "alpaca": (*COLUMNS["alpaca"], SYSTEM, ("input", "context"), TOOLS, ARGUMENTS),
-    "prompt_completion": (*COLUMNS["prompt_completion"], SYSTEM, TOOLS, ARGUMENTS),
-    "text": COLUMNS["text"],
-    PREFERENCE: (CHOSEN, REJECTED, _PROMPT, SYSTEM, TOOLS, ARGUMENTS, ("margin",)),
-    LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, TOOLS, ARGUMENTS),
+# What the columns are read as, by the first name of their group.
+_ROLES = {
+    **dict.fromkeys(("messages", "conversations"), "conversation"),
+    **dict.fromkeys(("instruction", "input"), "question"),
+    "prompt": "prompt",
+    "output": "answer",
+    "completion": "answer",
+    CHOSEN[0]: "preferred answer",
+    REJECTED[0]: "rejected answer",
+    SYSTEM[0]: "system message",
+    TOOLS[0]: "tools",
 }
+# Roles of what a prompt of text has no place for.
+_OF_TEMPLATES = ("tools", "template's variables")
 # The columns with images, video and audio, and the tag that represents each in the text.
 _MEDIA = {
     "image": TAG,
@@ -148,53 +152,20 @@ def detect_format(columns: Iterable[str]) -> str:
     known_formats = "; ".join(
         f"{format}: {' + '.join('|'.join(group) for group in groups)}" for format, groups in COLUMNS.items()
     )
-    raise RowError(f"columns {', '.join(map(str, columns)) or '(none)'} fit no known form ({known_formats})")
+    names = ", ".join(map(str, columns)) or "(none)"
+    raise RowError(
+        f"columns {names} fit no known form ({known_formats}): rename them, such as data.columns={{prompt: "
+        f"{next(iter(columns), 'NAME')}, completion: ...}}"
+    )
 
 
-def unread(value: Columns, format: str, reads_pictures: bool = False, plain: bool = False) -> list[str]:
-    """Columns with values that are not read in this format; of columns that mean the same only the first is. plain: it
-    is a prompt and its answer without a template, to which no tools are described.
+def of_row(value: Columns, reads: Reads, plain: bool) -> tuple[Reads, list[str]]:
+    """(What was read of a row, its columns that were not), of what was noted. plain: it is a prompt and its answer
+    without a template, to which no tools are described.
     """
-    groups = _READ[format]
-    if format == LABELLED and value.get("completion") is None and value.get("messages") is not None:
-        groups = tuple(group for group in groups if group is not _PROMPT)
-    if plain:
-        groups = tuple(group for group in groups if group not in (TOOLS, ARGUMENTS))
-    read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
-    if _PROMPT in groups:
-        read |= set(_question_columns(value))
-    if _is_history(value.get(HISTORY)) and _asks_in_text(value, format):
-        read.add(HISTORY)
-    read |= row_marks(value).keys()
-    if reads_pictures and format != "text":
-        read |= set(picture_columns(value))
-    if format in ("messages", "sharegpt", LABELLED):
-        read |= {name for name, cell in value.items() if isinstance(name, str) and _is_marks(cell, name)}
-    return [name for name, cell in value.items() if name and name not in read and not _is_blank(cell)]
-
-
-def _is_history(cell: object) -> bool:
-    return isinstance(cell, list | tuple) or (isinstance(cell, str) and cell.lstrip().startswith("["))
-
-
-def _is_blank(cell: object) -> bool:
-    return cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell)
-
-
-def _asks_in_text(value: Columns, format: str) -> bool:
-    if format == "alpaca":
-        return True
-    if format == "prompt_completion":
-        return all(_is_text(_column(value, group, False)) for group in COLUMNS[format])
-    names = _question_columns(value) if format in (PREFERENCE, LABELLED) else []
-    return bool(names) and all(_is_text(value[name]) for name in names)
-
-
-def _is_text(cell: object) -> bool:
-    try:
-        return isinstance(turns_in(cell, ""), str)
-    except ConversationError:
-        return True
+    used = {name: role for name, role in reads.items() if not (plain and role in _OF_TEMPLATES)}
+    used = {name: role for name, role in used.items() if name.startswith(TURN) or (role and name in value)}
+    return used, unread(value, used)
 
 
 def refuse_media(value: Columns, access: PictureAccess | None = None) -> None:
@@ -222,7 +193,7 @@ def refuse_media(value: Columns, access: PictureAccess | None = None) -> None:
 def picture_columns(value: Columns) -> list[str]:
     """The columns with pictures that are not empty."""
     names = [name for name in value if isinstance(name, str) and _MEDIA.get(name.lower()) == TAG]
-    return [name for name in names if not _is_blank(value[name])]
+    return [name for name in names if not is_blank(value[name])]
 
 
 def _as_row_errors[T](work: Callable[..., T]) -> Callable[..., T]:
@@ -242,7 +213,7 @@ def _refuse_empty_media(value: Columns, example: Example) -> None:
     asked_turns = (message["content"] for message in example.messages or () if message["role"] != "assistant")
     texts = [*asked_turns, *filter(None, [example.text])]
     names = [name for name in value if isinstance(name, str) and name.lower() in _MEDIA]
-    filled = {_MEDIA[name.lower()] for name in names if not _is_blank(value[name])}
+    filled = {_MEDIA[name.lower()] for name in names if not is_blank(value[name])}
     for name in names:
         tag = _MEDIA[name.lower()]
         if tag not in filled and any(tag in text for text in texts):
@@ -267,6 +238,8 @@ def illustrated(value: Columns, example: Example, access: PictureAccess | None) 
         return example
     if text is not None:
         raise RowError(f"column {names[0]} has pictures, and a text has no place for them: write messages")
+    for name in names:
+        note(name, "pictures")
     pictures = [picture for name in names for picture in column_pictures(value[name], access, name)]
     messages = with_pictures(messages, pictures)
     if not any(map(pictures_of, messages)):
@@ -301,9 +274,14 @@ def normalize_pair(value: Columns, access: PictureAccess | None = None) -> Pair:
     refuse_media(value, access)
     if value.get("rejected_response") is not None and _column(value, CHOSEN, False) is None:
         turns = read_messages(_column(value, ("messages",)), "messages", access)
-        value = {**value, "prompt": turns[:-1], "chosen": turns[-1:], "rejected": value["rejected_response"]}
-    chosen, rejected = (_cell(value, names) for names in (CHOSEN, REJECTED))
-    answers = _answered(value, {"chosen": chosen, "rejected": rejected}, access)
+        note("rejected_response", "rejected answer")
+        rejected = _cell(value, ("rejected_response",))
+        made = {"prompt": turns[:-1], "chosen": turns[-1:], "rejected": rejected}
+        with made_of_others(made):
+            answers = _answered({**value, **made}, {side: made[side] for side in ("chosen", "rejected")}, access)
+    else:
+        chosen, rejected = (_cell(value, names) for names in (CHOSEN, REJECTED))
+        answers = _answered(value, {"chosen": chosen, "rejected": rejected}, access)
     return Pair(*(illustrated(value, example, access) for example in answers))
 
 
@@ -315,9 +293,13 @@ def normalize_labelled(value: Columns, access: PictureAccess | None = None) -> P
     refuse_media(value, access)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
+        note("messages", "conversation")
         turns = _read(value, value["messages"], "messages", access)
-        value = {**value, "prompt": turns[:-1], "completion": turns[-1:]}
-    [example] = _answered(value, {"completion": _cell(value, ("completion",))}, access)
+        made = {"prompt": turns[:-1], "completion": turns[-1:]}
+        with made_of_others(made):
+            [example] = _answered({**value, **made}, {"completion": made["completion"]}, access)
+    else:
+        [example] = _answered(value, {"completion": _cell(value, ("completion",))}, access)
     example = illustrated(value, example, access)
     if label not in (True, False):  # 1 and 0 are equal to them
         raise RowError(f"label = {label!r}: must be true for a desirable completion, or false")
@@ -345,6 +327,9 @@ def asked(value: Columns, access: PictureAccess | None = None) -> tuple[Example,
     completion = turns_in(next((value[name] for name in names if _is_answer(value.get(name))), None), "completion")
     if (cell is not None and completion is None) or (isinstance(cell, str) and isinstance(completion, str)):
         refuse_media(value, access)
+        note("prompt", "prompt")
+        if completion is not None:
+            note(next(name for name in names if value.get(name) is not None), "answer")
         if isinstance(cell, str):
             check_unicode(cell)
             example = _exchange(value, cell, None, _history(value, access), cell)
@@ -502,6 +487,7 @@ def _history(value: Columns, access: PictureAccess | None) -> list[Message] | No
     cell = _history_cell(value)
     if cell is None:
         return None
+    note(HISTORY, "earlier turns")
     if all(isinstance(turn, Mapping) for turn in cell):
         turns = read_messages(cell, HISTORY, access)
     else:
@@ -628,7 +614,7 @@ def _question_columns(value: Columns) -> list[str]:
     prompt_columns = [name for name in _PROMPT if value.get(name) is not None]
     if prompt_columns:
         return prompt_columns[:1]
-    other_columns = [name for name in _ASKED if not _is_blank(value.get(name))]
+    other_columns = [name for name in _ASKED if not is_blank(value.get(name))]
     alpaca = other_columns in (["instruction", "input"], ["instruction", "context"])
     return other_columns if alpaca or (len(other_columns) == 1 and other_columns != ["context"]) else []
 
@@ -639,6 +625,7 @@ def _question(value: Columns, names: Sequence[str], access: PictureAccess | None
     if len(names) > 1:
         return "\n\n".join(_text(value, (name,)) for name in names)
     [name] = names
+    note(name, "question")
     return _read(value, value[name], name, access) if name in _WHOLE else turns_in(value[name], name)
 
 
@@ -664,6 +651,7 @@ def _read(value: Columns, cell: Any, column: str, access: PictureAccess | None) 
         if len(marks) != len(turns):
             raise RowError(f"column {name} has {len(marks)} marks, and {column} {len(turns)} turns: give one for each")
         marked = zip(turns, marks, strict=True)
+        note(name, "marks of turns")
         turns = [{name: mark, **turn} if isinstance(turn, Mapping) else turn for turn, mark in marked]
     return read_messages(turns, column, access)
 
@@ -672,13 +660,6 @@ def _marks(value: Columns) -> dict[str, Sequence[Any]]:
     """Columns that mark each turn as trained on or not."""
     lists = {name: turn_marks(cell, name) for name, cell in value.items() if isinstance(name, str)}
     return {name: marks for name, marks in lists.items() if marks}
-
-
-def _is_marks(cell: object, name: str) -> bool:
-    try:
-        return bool(turn_marks(cell, name))
-    except ConversationError:
-        return False
 
 
 def _refuse_marks(value: Columns, what: str) -> None:
@@ -743,6 +724,8 @@ def _column(value: Columns, names: tuple[str, ...], required: bool = True) -> An
     """The first of `names` that is not null; without one RowError, or None."""
     for name in names:
         if value.get(name) is not None:
+            if not is_blank(value[name]):
+                note(name, _ROLES.get(names[0], name))
             return value[name]
     if required:
         if empty := [name for name in names if name in value]:
@@ -777,7 +760,8 @@ def _conversation(value: Columns, messages: list[Message]) -> Example:
         raise RowError("empty conversation")
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
-            _not_empty(message["content"], "response")
+            others = ", ".join(unknown_keys([message]))
+            _not_empty(message["content"], f"response, and its {others} not read" if others else "response")
     messages = _with_system(value, messages)
     names = [f"messages[].{key}" for key in unknown_keys(messages)]
     return Example(messages=messages, tools=_tools(value), arguments=_arguments(value), unknown=tuple(names))
@@ -790,6 +774,8 @@ def _arguments(value: Columns) -> Arguments | None:
         arguments = checked_arguments(json_cell(value.get(name), name, "{"), name)
     except ValueError as error:
         raise RowError(str(error)) from None
+    if arguments is not None:
+        note(name, "template's variables")
     return {key: cell for key, cell in (arguments or {}).items() if cell is not None} or None
 
 
@@ -798,4 +784,5 @@ def _tools(value: Columns) -> list[Message] | None:
     inner = value.get("input")
     if _column(value, TOOLS, False) is None and isinstance(inner, Mapping):
         value = inner
+        note("input", "tools")
     return read_tools(_column(value, TOOLS, False), _name(value, TOOLS))

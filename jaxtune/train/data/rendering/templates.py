@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtune.conversations.dates import dated, writes_date
+from jaxtune.conversations.ends import RoleEnds, role_ends
 from jaxtune.conversations.messages import pictures_of, template_for
 from jaxtune.conversations.picture_processors import PlacedPicture, placed_pictures, spaced
 from jaxtune.conversations.pictures import PictureError
@@ -29,6 +31,7 @@ from jaxtune.conversations.templates import (
     special_pattern,
     unguarded,
 )
+from jaxtune.conversations.thoughts import has_stray_block
 from jaxtune.conversations.tokenizing import (
     Tokenizer,
     Tokens,
@@ -62,7 +65,10 @@ TrainOn = Literal["responses", "turns", "completion", "all"]
 _TRL_OPENINGS = (
     ("You are Qwen, created by Alibaba Cloud", "<|im_start|>assistant\n", "<|im_start|>assistant"),
     ("<|start|>assistant", "<|start|>assistant", ""),
+    ("<｜Assistant｜>", "<｜Assistant｜>", ""),
+    ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", ""),
 )
+_OPENED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")  # of a prompt's end; TRL's marked templates train it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Encoded:
     """A special token or marker in the messages' text."""
     left_out: str = ""
     """What the template does not write, in words."""
+    has_stray_thought: bool = False
+    """Whether a thought is among the words of an answer, as the template has no place for thoughts."""
     is_cut: bool = False
     """Whether it was cut at `max_tokens`."""
     pictures: tuple[PlacedPicture, ...] = ()
@@ -241,6 +249,7 @@ class RowEncoder:
         self.end_ids = end_ids(tokenizer)
         self._begins = beginning(tokenizer)
         self._jinja: dict[bool, str] = {}
+        self._role_ends: dict[str, RoleEnds] = {}
 
     # --- rows
 
@@ -372,6 +381,7 @@ class RowEncoder:
             if self.train_on == "completion" or (self.train_on == "turns" and example.prompt_messages):
                 prompt_text = self._render(messages[: _asked(example)], example, add_generation_prompt=True)
             left_out = self._conversations(example).left_out(messages, example.tools, text)
+            text, ranges = self._with_role_ends(example, text, ranges)
             if mark:  # positions are counted without the marks
                 begin = begin - text.count(mark, 0, begin)
                 ranges, excluded = (
@@ -389,6 +399,27 @@ class RowEncoder:
         visible_ranges = None if by_markers else ranges
         prompt_text = None if example.text is not None or self.train_on in ("responses", "all") else prompt_text
         return Rendered(text, visible_ranges, special, left_out, begin, tuple(excluded), tuple(cuts), prompt_text)
+
+    def _with_role_ends(
+        self, example: Example, text: str, ranges: list[tuple[int, int]]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """With the token of the next turn's role at the end of each response, also behind the last one, if the model
+        stops there.
+        """
+        ends, messages = self._ends_by_role(example.tools), example.messages or []
+        if not ends.answer or self.train_on == "all":
+            return text, ranges
+        if messages[-1]["role"] == "assistant" and messages[-1].get("train", True):
+            text += ends.call if messages[-1].get("tool_calls") else ends.answer
+        following = re.compile(rf"\s*(?:{'|'.join(map(re.escape, ends))})")
+        matches = ((low, high, following.match(text, high)) for low, high in ranges)
+        return text, [(low, high if match is None else match.end()) for low, high, match in matches]
+
+    def _ends_by_role(self, tools: object) -> RoleEnds:
+        template = self._template_text(tools)
+        if template not in self._role_ends:
+            self._role_ends[template] = role_ends(self.tokenizer, template)
+        return self._role_ends[template]
 
     def _special_in(self, example: Example) -> str:
         if self._special_texts is None:
@@ -507,9 +538,13 @@ class RowEncoder:
         if not len(ids):
             return RowError("no token")
         if rendered.ranges is None and self.markers is not None:
+            found = self.markers.spans(ids, exact)
+            names = () if exact or is_raw else filter(None, self._ends_by_role(example.tools))
+            ends = {self.tokenizer.convert_tokens_to_ids(name) for name in names}
+            found = [(first, last + (last < len(ids) and int(ids[last]) in ends)) for first, last in found]
             spans = [
                 (first, last if exact or last > len(tokens) else self._end_of_turn(text, tokens, first, last))
-                for first, last in self.markers.spans(ids, exact)
+                for first, last in found
                 if not rendered.begin or rendered.begin < tokens.ends[last - 1]
             ]
             spans = spans[-1 if self.last_response_only else 0 :]
@@ -525,8 +560,19 @@ class RowEncoder:
         added = len(with_bos) - len(ids)  # 1 if a BOS was prepended, -k if k repeated ones were removed, else 0
         mask = np.concatenate([np.zeros(added, bool), mask]) if added > 0 else mask[-added:]
         return Encoded(
-            with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.is_cut
+            with_bos,
+            mask,
+            responses,
+            ended,
+            masked=len(masked),
+            special=rendered.special,
+            left_out=rendered.left_out,
+            has_stray_thought=not is_raw and self._has_stray_thought(example),
+            is_cut=tokens.is_cut,
         )
+
+    def _has_stray_thought(self, example: Example) -> bool:
+        return any(has_stray_block(turn, self._template_text(example.tools)) for turn in self._trained(example))
 
     def _mask(
         self, ids: np.ndarray, spans: list[tuple[int, int]], text: str, tokens: Tokens
@@ -610,8 +656,10 @@ def _asked(example: Example) -> int:
 
 def _before_response(template: str, text: str, low: int) -> int:
     """How many characters before a response at `low` TRL trains on too."""
-    written = (entry for entry in _TRL_OPENINGS if entry[0] in template and text.endswith(entry[1], 0, low))
-    return next((len(opening) - len(kept_opening) for _, opening, kept_opening in written), 0)
+    thought = _OPENED_THOUGHT.search(text, max(low - 64, 0), low)
+    start = low if thought is None else thought.start()
+    written = (entry for entry in _TRL_OPENINGS if entry[0] in template and text.endswith(entry[1], 0, start))
+    return low - start + next((len(opening) - len(kept_opening) for _, opening, kept_opening in written), 0)
 
 
 def _common_tokens(prompt: np.ndarray, ids: np.ndarray) -> int:
@@ -642,7 +690,7 @@ def derive_markers(tokenizer: Tokenizer, template: str | None = None) -> tuple[s
         between.append(text[text.index(low) + len(low) : text.index(high)])
     special = [tokenizer.convert_ids_to_tokens(int(index)) for index in encoder.end_ids]
     response, instruction = (_without_turn_end(gap, special) for gap in between)
-    if instruction == between[1]:
+    if instruction == between[1] and not encoder._ends_by_role(None).answer:
         raise ValueError("markers cannot be derived: no special token of this tokenizer ends a response; give both")
     if not response.strip() or not instruction.strip():
         raise ValueError(

@@ -184,6 +184,9 @@ class FedBatches(BatchSource):
         named_texts = [(row_set.name, text) for row_set in self.sets for text in row_set.warnings()]
         return [text if len(self.sets) == 1 else f"{name}: {text}" for name, text in named_texts]
 
+    def columns(self) -> dict[str, str]:
+        return {name: words for row_set in self.sets for name, words in row_set.columns().items()}
+
     def news(self) -> list[str]:
         return [text for row_set in self.sets for text in row_set.news()]
 
@@ -242,3 +245,6 @@ class PreparedSet(RowSet):
 
     def warnings(self) -> list[str]:
         return self.data.warnings()
+
+    def columns(self) -> dict[str, str]:
+        return {self.name: self.data.summary.columns}

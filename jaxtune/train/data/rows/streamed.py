@@ -194,6 +194,10 @@ class StreamedRows(RowSet):
         """Of the first window; later ones are in `news`."""
         return self.first.warnings()
 
+    def columns(self) -> dict[str, str]:
+        """Of the first window."""
+        return {self.name: self.first.summary.columns}
+
     def news(self) -> list[str]:
         """Sentences since the last call about bad rows and finished epochs. All rows of an unusable window count as
         bad.

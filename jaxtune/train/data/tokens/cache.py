@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pydantic
 
+from jaxtune.conversations.reads import Reads, told
 from jaxtune.system.disk import free_bytes, note_use, remove_oldest
 from jaxtune.system.files import (
     PACKAGE,
@@ -51,6 +53,7 @@ _ROOTS = ("jaxtune.train.data.rows.reading", "jaxtune.train.data.tokens.workers"
 _ROOMS = ("jaxtune.train.data.", "jaxtune.conversations.")  # whose modules decide tokens
 _IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+)?import\s+(\([^)]*\)|.+)$", re.MULTILINE)
 _RENDERERS = ("transformers", "tokenizers", "jinja2")  # packages that render and split
+MOST_READS = 40  # the most columns and keys of a Summary
 OFFENDERS = 10  # the most entries of each list of a Summary, such as the bad rows; further rows are only counted
 DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the errors of opening a damaged folder
 
@@ -82,6 +85,9 @@ class Summary:
     """Rows that the chat template does not write completely."""
     left_out_first: list[str] = dataclasses.field(default_factory=list)
     """As "file:line: what"."""
+    stray_thoughts: int = 0
+    """Rows whose answers have thoughts among their words."""
+    stray_thoughts_first: list[str] = dataclasses.field(default_factory=list)
     responses: int = 0
     """Trained responses; with data.train_on=all one a document."""
     ended: int = 0
@@ -90,6 +96,8 @@ class Summary:
     """Response tokens that data.mask_spans excludes."""
     unread: list[str] = dataclasses.field(default_factory=list)
     """Columns with values that the row format does not read."""
+    reads: Reads = dataclasses.field(default_factory=dict)
+    """Columns and keys of turns, and as what they are read."""
     cut: int = 0
     """Documents tokenised only in their beginning."""
     tokens: int = 0
@@ -115,15 +123,29 @@ class Summary:
         self.left_out_first += [
             f"{place}: {detail}" for place, detail in chunk.left_out[: OFFENDERS - len(self.left_out_first)]
         ]
+        self.stray_thoughts += len(chunk.stray_thoughts)
+        self.stray_thoughts_first += chunk.stray_thoughts[: OFFENDERS - len(self.stray_thoughts_first)]
         self.responses += chunk.responses
         self.ended += chunk.ended
         self.masked += chunk.masked
         new = [printable(name) for name in chunk.unread if printable(name) not in self.unread]
         self.unread += new[: OFFENDERS - len(self.unread)]
+        reads = {printable(name): role for name, role in chunk.reads.items()} | self.reads
+        self.reads = dict(itertools.islice(reads.items(), MOST_READS))
         self.cut += chunk.cut
         self.tokens += len(chunk.tokens)
         self.trained_tokens += int(chunk.trained.sum())
         self.max_token = max(self.max_token, int(chunk.tokens.max(initial=-1)))
+
+    @property
+    def columns(self) -> str:
+        """What is read of the rows, and what is not, in words."""
+        return told(self.reads, self.unread)
+
+    def with_read(self, name: str, role: str) -> Summary:
+        """A copy, of rows of which another reader reads a column too."""
+        others = [column for column in self.unread if column != name]
+        return dataclasses.replace(self, unread=others, reads={**self.reads, name: role})
 
     def __str__(self) -> str:
         return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
@@ -155,6 +177,13 @@ class Summary:
             sentences.append(
                 f"{self.left_out:,} rows have a part that the chat template does not write, so that it is not trained "
                 f"on, first {self.left_out_first[0]}; set data.template to one that writes it"
+            )
+        if self.stray_thoughts:
+            sentences.append(
+                f"{self.stray_thoughts:,} rows have a thought (<think>) at the start of an answer that has no end, or "
+                "for which the chat template has no place: it is trained as words, first "
+                f"{self.stray_thoughts_first[0]}; "
+                "set data.template to one with thoughts if the model is to think"
             )
         if self.ended < self.responses:
             sentences.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxtune.conversations.picture_processors import PlacedPicture
 from jaxtune.conversations.pictures import PictureAccess
+from jaxtune.conversations.reads import Reads, noted
 from jaxtune.system.terminal import printable
 from jaxtune.train.data.rendering.formats import (
     LABELLED,
@@ -16,8 +17,8 @@ from jaxtune.train.data.rendering.formats import (
     normalize,
     normalize_labelled,
     normalize_pair,
+    of_row,
     refuse_excluded,
-    unread,
 )
 from jaxtune.train.data.rendering.templates import Encoded, RowEncoder
 from jaxtune.train.data.rows.row_errors import Excluded, RowError, attempt
@@ -54,6 +55,8 @@ class Chunk:
     """(place, text) of rows whose messages contain a special token or marker."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(place, what) of rows that the template does not write completely."""
+    stray_thoughts: list[str] = dataclasses.field(default_factory=list)
+    """Places of rows whose answers have thoughts among their words."""
     masked: int = 0
     cut: int = 0
     excluded: list[str] = dataclasses.field(default_factory=list)
@@ -61,6 +64,7 @@ class Chunk:
     implied: int = 0
     unread: list[str] = dataclasses.field(default_factory=list)
     """Columns with values that the format does not use, and message keys that only a template may read."""
+    reads: Reads = dataclasses.field(default_factory=dict)
     pictures: list[tuple[PlacedPicture, ...]] = dataclasses.field(default_factory=list)
     """Of each document; empty without any."""
     asked: list[str] = dataclasses.field(default_factory=list)
@@ -79,7 +83,12 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """
     options = encoder.pictures
     accesses = [None if options is None else dataclasses.replace(options.access(row.file), asked=[]) for row in rows]
-    outcome = [attempt(_examples, row, access) for row, access in zip(rows, accesses, strict=True)]
+    outcome: list[list[Example | None] | RowError] = []
+    noted_reads: list[Reads] = []
+    for row, access in zip(rows, accesses, strict=True):
+        with noted() as row_reads:
+            outcome.append(attempt(_examples, row, access))
+        noted_reads.append(row_reads)
     examples = [
         answer_example
         for row_outcome in outcome
@@ -90,7 +99,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     encoded = iter(encoder.encode(examples))
     documents: list[Encoded] = []
     asked: list[str] = []
-    origins, problems, untrained, excluded, special, left_out, masked = [], [], [], [], [], [], 0
+    origins, problems, untrained, excluded, special, left_out, stray, masked = [], [], [], [], [], [], [], 0
     for row, access, row_outcome in zip(rows, accesses, outcome, strict=True):
         outcomes = (
             [row_outcome]
@@ -114,19 +123,20 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
             special.append((location, printable(whose)))
         if missing := next((result.left_out for result in results if result.left_out), ""):
             left_out.append((location, printable(missing)))
+        if any(result.has_stray_thought for result in results):
+            stray.append(location)
         if not all(result.mask[1:].any() for result in results):
             untrained.append(location)
         else:
             documents += [result if isinstance(result, Encoded) else _NO_ANSWER for result in outcomes]
             origins += [(row.file, row.number)] * len(outcomes)
-    seen = encoder.pictures is not None
-    plain = [not isinstance(made, RowError) and any(map(encoder.is_plain, filter(None, made))) for made in outcome]
-    columns = [
-        name
-        for row, is_plain in zip(rows, plain, strict=True)
-        if row.value
-        for name in unread(row.value, row.format, seen, is_plain)
-    ]
+    reads: Reads = {}
+    columns: list[str] = []
+    for row, made, row_reads in zip(rows, outcome, noted_reads, strict=True):
+        if row.value and not isinstance(made, RowError):
+            used, others = of_row(row.value, row_reads, any(map(encoder.is_plain, filter(None, made))))
+            reads = used | reads
+            columns += others
     keys = [name for example in examples for name in example.unknown]
     return Chunk(
         rows=len(rows),
@@ -142,10 +152,12 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         ended=sum(d.ended for d in documents),
         special=special,
         left_out=left_out,
+        stray_thoughts=stray,
         masked=masked,
         cut=sum(d.is_cut for d in documents),
         implied=sum(answer_example.implied for answer_example in examples) // 2,
         unread=list(dict.fromkeys([*columns, *keys])),
+        reads=reads,
         pictures=[document.pictures for document in documents] if any(d.pictures for d in documents) else [],
         asked=asked,
     )
@@ -163,7 +175,7 @@ def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
     return alike
 
 
-def _examples(row: Row, access: PictureAccess | None) -> list[Example] | list[Example | None]:
+def _examples(row: Row, access: PictureAccess | None) -> list[Example | None]:
     """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
     if row.value is None:
         raise RowError(row.error)
