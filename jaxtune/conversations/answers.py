@@ -378,6 +378,7 @@ class _Tags(AnswerStream):
         self._state = "content"
         self._called: list[list[Call]] = []  # of each text of calls that has ended
         self._block = ""  # the text of calls that have not ended
+        self._bare = False  # whether they have no outer marks
         self._tries = 0  # marks at which that text was malformed
         self._begin = 0  # where it begins in `_raw`, with its opening mark
         self._raw = ""  # all text from the first call on, without thoughts
@@ -391,6 +392,8 @@ class _Tags(AnswerStream):
             return self._content(last)
         if self._state == "thought":
             return self._thought(last)
+        if self._state == "draft":
+            return self._draft()
         return self._call(last) if self._state == "call" else self._between(last)
 
     def _think(self, title: str) -> None:
@@ -422,17 +425,20 @@ class _Tags(AnswerStream):
         return pieces
 
     def _openings(self) -> list[str]:
-        return [notation.opens for notation in (self._thoughts, self._form) if notation is not None]
+        marks = [notation.opens for notation in (self._thoughts, self._form) if notation is not None]
+        return marks if self._form is None else [*marks, self._form.bare[0]]
 
     def _enter(self, mark: str) -> None:
         if mark and self._thoughts is not None and mark == self._thoughts.opens:
             self._think(self._thoughts.title)
-        elif mark and self._form is not None and mark == self._form.opens:
+        elif mark and self._form is not None:
             self._begin_call(mark)
             self._state = "call"
 
     def _begin_call(self, mark: str) -> None:
-        self._begin, self._block, self._tries = len(self._raw), "", 0
+        self._begin, self._tries = len(self._raw), 0
+        self._bare = self._form is not None and mark == self._form.bare[0]
+        self._block = mark if self._bare else ""
         self._raw += mark
 
     def _thought(self, last: bool) -> Pieces:
@@ -443,69 +449,106 @@ class _Tags(AnswerStream):
             if not last and self._title.startswith(text):
                 return []
             self._text, self._title = text.removeprefix(self._title), ""
-        text, mark = self._until([self._thoughts.closes], last)
+        opens = self._form.opens if self._form is not None else ""
+        text, mark = self._until([self._thoughts.closes, opens], last)
         pieces = self._say("thought", text)
-        if mark:
-            self._state = "between" if self._raw else "content"
-            if "content" not in self._said:
-                self._again("content", "")
+        if mark == self._thoughts.closes:
+            self._end_thought()
+        elif mark:
+            self._state, self._text = "draft", mark + self._text
         return pieces
+
+    def _end_thought(self) -> None:
+        self._state = "between" if self._raw else "content"
+        if "content" not in self._said:
+            self._again("content", "")
+
+    def _draft(self) -> Pieces:
+        """Waits for the end of a thought in which a call begins: without that end it is a call."""
+        assert self._thoughts is not None
+        draft, mark, text = self._text.partition(self._thoughts.closes)
+        if not mark:
+            return []
+        self._text = text
+        self._end_thought()
+        return self._say("thought", draft)
+
+    def _close_draft(self, cut: bool) -> Pieces:
+        """A thought that has no end is over where nothing but calls follows."""
+        stream = _Tags(None, self._form, self._schemas, "", self._marks)
+        words = any(text.strip() for _, text in [*stream.add(self._text), *stream.end()])
+        if cut or words or not stream.calls:
+            return self._say("thought", self._text)
+        self._called, self._words = [*self._called, stream.calls], [*self._words, ""]
+        return []
 
     def _call(self, last: bool) -> Pieces:
         """Reads up to a mark that ends the call: one before which the text can be parsed, as values have marks too."""
         form = self._form
         assert form is not None
-        text, mark = self._until([form.closes or form.opens], last)
+        text, mark = self._until([form.bare[1] if self._bare else form.closes or form.opens], last)
         self._block += text
         self._raw += text
-        calls = form.calls(self._block, self._schemas) if mark and self._tries < _MOST_TRIES else None
+        calls, words = None, ""
+        if mark and self._tries < _MOST_TRIES:
+            calls, words = form.calls_and_words(self._block + (mark if self._bare else ""), self._schemas)
         if calls is None:
             self._tries += bool(mark)
             self._block += mark
             self._raw += mark
-        elif form.closes:
-            self._called.append(calls)
+            return []
+        self._called.append(calls)
+        self._words.append(words)
+        if form.closes:
+            self._block += mark if self._bare else ""
             self._raw += mark
             self._state = "between"
-            self._words.append("")
         else:
-            self._called.append(calls)
             self._begin_call(mark)
         return []
 
     def _between(self, last: bool) -> Pieces:
-        """Reads what follows calls. If their closing mark comes once more, the first may have been a value's text."""
+        """Reads what follows calls. If their end comes once more, the first may have been a value's text."""
         form = self._form
-        closes = form.closes if form is not None and form.closes else ""
-        text, mark = self._until([*self._openings(), closes], last)
+        closes, inner = ("", "") if form is None else (form.closes, form.bare[1] if self._bare else "")
+        text, mark = self._until([*self._openings(), closes, inner], last)
         self._raw += text
         self._words[-1] += text
-        if not mark or mark != closes or form is None:
+        if form is None or not mark or mark not in (closes, inner):
             self._enter(mark)
             return []
-        longer = self._block + closes + self._words[-1]
         self._raw += mark
-        calls = form.calls(longer, self._schemas) if self._tries < _MOST_TRIES else None
-        self._tries += 1
-        if calls is None:
-            self._words[-1] += mark
-        else:
+        is_end = mark == (inner or closes)
+        longer = self._block + self._words[-1] + mark if self._bare else self._block + mark + self._words[-1]
+        calls = form.calls(longer, self._schemas) if is_end and self._tries < _MOST_TRIES else None
+        self._tries += is_end
+        if calls is not None:
             self._block, self._called[-1], self._words[-1] = longer, calls, ""
+        elif self._words[-1].strip():
+            self._words[-1] += mark
         return []
 
     def _close(self, cut: bool) -> Pieces:
         """Sets the calls. If one is malformed, all are text; one that was cut is text behind those that ended."""
-        form, rest = self._form, ""
+        form, rest, pieces = self._form, "", []
         if form is not None and self._state == "call":
-            calls = form.calls(self._block, self._schemas) if form.shows_end and not cut else None
-            self._called = self._called + [calls or []] if calls or (cut and not self._tries) else []
-            rest = "" if calls else self._shown(self._raw[self._begin :])
+            calls, words = form.calls_and_words(self._block, self._schemas)
+            if calls and (words or (form.shows_end and not cut)):
+                self._called.append(calls)
+                self._words.append(words)
+            else:
+                self._called = self._called if cut and not self._tries else []
+                rest = self._shown(self._raw[self._begin :])
+        elif self._state == "draft":
+            pieces = self._close_draft(cut)
         self.calls = [call for calls in self._called for call in calls]
         if not self.calls:
             rest = self._shown(self._raw)
             spaces, self._spaces["content"] = self._spaces["content"], ""
-            return [("content", spaces + rest)] if spaces + rest else []
-        pieces = [piece for word in self._words for piece in self._say("content", word)]
+            return [*pieces, ("content", spaces + rest)] if spaces + rest else pieces
+        if "content" not in self._said:
+            self._again("content", "")
+        pieces += [piece for word in self._words for piece in self._say("content", word)]
         return [*pieces, *self._say("content", rest, hold=False)]
 
     def _shown(self, text: str) -> str:

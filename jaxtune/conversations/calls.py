@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,8 @@ class CallForm:
     """JSON that may be between: an object of a call, or a list of them; "": neither."""
     shows_end: bool = True
     """Whether a text that can be parsed is a whole call, also before its `closes`."""
+    bare: tuple[str, str] = ("", "")
+    """How a call without the outer marks begins and ends, which is part of its text; "": it has them."""
 
     def calls(self, text: str, schemas: Schemas) -> list[Call] | None:
         """The calls in the text between; None if it is malformed, or has values that JSON has not."""
@@ -73,6 +76,17 @@ class CallForm:
         except (ValueError, TypeError, RecursionError, MemoryError):
             return None
         return calls
+
+    def calls_and_words(self, text: str, schemas: Schemas) -> tuple[list[Call] | None, str]:
+        """`calls`, and what a model wrote behind them; words only where no mark ends them."""
+        calls = self.calls(text, schemas)
+        if calls is not None or self.closes:
+            return calls, ""
+        end = _values_end(text)
+        calls = self.calls(text[:end], schemas) if _WORDS.match(text, end) else None
+        if calls is None or (self.leading and any(call.name not in schemas for call in calls)):
+            return None, ""
+        return calls, text[end:]
 
 
 def schemas_of(tools: object) -> Arguments:
@@ -152,6 +166,22 @@ def _json_values(text: str) -> Iterator[object]:
         yield value
         between = _BETWEEN_VALUES.match(text, at)
         at = at if between is None else between.end()
+
+
+_FIRST_VALUE = re.compile(r"(?:\[\s*)?\{")
+_WORDS = re.compile(r"\s*[^\s{}\[\],:;\"]")  # behind a call; anything else may be a damaged one
+
+
+def _values_end(text: str) -> int:
+    """Where the JSON values end that a text has one after another; 0 if it has none."""
+    first, end = _FIRST_VALUE.search(text), 0
+    at = len(text) if first is None else first.start()
+    with contextlib.suppress(ValueError, RecursionError):
+        while at < len(text):
+            _, end = json_at(text, at)
+            between = _BETWEEN_VALUES.match(text, end)
+            at = end if between is None else between.end()
+    return end
 
 
 def _json_calls(text: str, schemas: Schemas) -> list[Call]:
@@ -522,7 +552,14 @@ FORMS = (
     CallForm("MiniMax <invoke>", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _invoked),
     CallForm("Seed <function=NAME>", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _xml),
     CallForm("GLM <arg_key>", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _glm, shows_end=False),
-    CallForm("Qwen3-Coder <function=NAME>", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _xml),
+    CallForm(
+        "Qwen3-Coder <function=NAME>",
+        ("<tool_call>", "<function="),
+        "<tool_call>",
+        "</tool_call>",
+        _xml,
+        bare=("<function=", "</function>"),
+    ),
     CallForm(
         "Hermes and Qwen <tool_call> JSON", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, body="object"
     ),

@@ -282,3 +282,45 @@ def test_words_between_calls_stay():
 def test_an_opening_mark_alone_is_text(form):
     opens = written(form, "look", {}).partition("look")[0]
     assert form == "gpt-oss" or read(form, opens).content == opens
+
+
+@pytest.mark.parametrize("form", [form.name for form in FORMS if not form.closes])
+@pytest.mark.parametrize("cut", [False, True])
+def test_words_behind_a_call_that_no_mark_ends(form, cut):
+    """Stay words, also where the answer was cut in them; what may be a damaged call is one text with it."""
+    call = written(form, "look", {"at": "Paris"})
+    for words in ("It is.", "\n\nDone"):
+        answer = read(form, f"{call} {words}", cut)
+        assert (answer.calls, answer.content) == ((Call("look", {"at": "Paris"}),), words.strip())
+    for damaged in (call + "}", call + ', "n": 1}', call[:-2] + " Done"):
+        assert read(form, damaged, cut).calls == ()
+    assert read(LLAMA, written(LLAMA, "Anna", {}) + " is a call").calls == ()
+
+
+def test_a_call_without_its_outer_marks():
+    inner = written(XML, "look", {"at": "a </function> b", "n": 2}).split("\n", 1)[1].removesuffix("\n</tool_call>")
+    call = Call("look", {"at": "a </function> b", "n": 2})
+    for text, words in ((inner, ""), (f"Ok. {inner}\n</tool_call>", "Ok."), (f"{inner}\nB.", "B.")):
+        answer = read(XML, text)
+        assert (answer.calls, answer.content) == ((call,), words)
+    assert read(XML, f"{inner}\n{inner}").calls == (call, call)
+    assert read(XML, f"{inner}\n<tool_call>\n{inner}\n</tool_call>").calls == (call, call)
+    for end in range(len(inner)):
+        whole_or_text(XML, inner[:end], (call,), cut=True)
+
+
+@pytest.mark.parametrize("form", [form.name for form in FORMS if form.opens])
+def test_a_call_ends_thoughts_that_have_no_end(form):
+    reader = AnswerReader(make_tokenizer(), f"{SOURCES[form]} </think>")
+    call = written(form, "look", {"at": "Paris"})
+    for opening in ("", "<think>"):
+        text = f"{'' if opening else '<think>'}Hm, so. {call}"
+        answer = reader.read_text(text, SCHEMAS, opening)
+        assert (answer.calls, answer.content, answer.reasoning) == ((Call("look", {"at": "Paris"}),), "", "Hm, so.")
+        for thought in (f"{text} or not", f"{text}</think>"):
+            answer = reader.read_text(thought, SCHEMAS, opening)
+            assert (answer.calls, answer.content) == ((), "") and call in answer.reasoning
+        assert reader.read_text(text, SCHEMAS, opening, cut=True).calls == ()
+        stream = reader.stream(SCHEMAS, opening)
+        said = "".join(said for sign in text for _, said in stream.add(sign)) + "".join(t for _, t in stream.end())
+        assert (tuple(stream.calls), said) == ((Call("look", {"at": "Paris"}),), "Hm, so.")
