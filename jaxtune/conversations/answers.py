@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, channel_call
 from jaxtune.conversations.messages import Message, template_for
@@ -85,17 +85,15 @@ THOUGHTS = (
 _CHANNELS = ("<|channel|>", "<|message|>")  # gpt-oss's
 _CHANNEL_MARKS = (*_CHANNELS, "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _FINAL = re.compile(r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>")
-SPACES = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,24}"}}  # or a model may write them for ever
+_TAG = re.compile(r"[<\[].*[>\]]")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
-def _call_schema(name: str, key: str, schema: object) -> dict[str, object]:
-    """The JSON schema of a whole call, with the definitions of its arguments' schema."""
-    value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
-    definitions = {name: value[name] for name in ("$defs", "definitions") if name in value}
-    keys = {"name": {"const": name}, key: value}
-    required = {"required": [*keys], "additionalProperties": False}
-    return {"type": "object", "properties": keys, **required, **definitions, **SPACES}
+class Mark(NamedTuple):
+    """A text in answers, which may be a token of its own."""
+
+    text: str
+    token: int | None
 
 
 class AnswerReader:
@@ -117,6 +115,8 @@ class AnswerReader:
         self.thinks = self._channels or self._thoughts is not None
         self.writes_calls = self.form is not None or (self._channels and "functions." in source)
         self._specials = special_ids(tokenizer)
+        added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
+        self._added_tags = {text: index for text, index in added.items() if _TAG.fullmatch(text)}
         self._thought_marks, self._call_marks = self._special()
 
     @classmethod
@@ -124,35 +124,29 @@ class AnswerReader:
         """The reader for the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
-    def call_grammar(self, schemas: Schemas, many: bool, beside: bool = False) -> str | None:
-        """A grammar of answers that call tools, in llguidance's Lark; None for a family whose calls are not JSON.
+    def call_grammar(self, schemas: Schemas, many: bool) -> str | None:
+        """A grammar of answers that call tools, in llguidance's Lark; None for gpt-oss, whose calls are messages.
 
         schemas: {tool's name: JSON schema of its arguments} of the tools that may be called.
         many: whether several calls may follow each other.
-        beside: an answer of another grammar may be in their place.
+        """
+        return None if self._channels else (self.form or HERMES).grammar(schemas, self._added_tags, many)
+
+    def begun_call_grammar(self, schemas: Schemas) -> str | None:
+        """A grammar of any text up to the mark that opens calls, and of calls; None for families without that mark.
+
+        schemas: {tool's name: JSON schema of its arguments} of the tools that may be called.
         """
         form = self.form or HERMES
-        if self._channels or not form.body:
+        if self._channels or not form.opens or not schemas:
             return None
-        key = "parameters" if form.leading else "arguments"
-        begin = f'{self._in_lark(form.opens)} "\\n"? ' if form.opens else ""
-        end = f' "\\n"? {self._in_lark(form.closes)}' if form.closes else ""
-        call = " | ".join(f"call_{index}" for index in range(len(schemas)))
-        if form.body == "list":
-            more = f' (", " ({call}))*' if many else ""
-            lines = [f'start: {begin}"[" ({call}){more} "]"{end}']
-        else:
-            more = ' ("\\n"? block)*' if many and form.closes else ""
-            lines = [f"start: block{more}", f"block: {begin}({call}){end}"]
-        for index, (name, schema) in enumerate(schemas.items()):
-            if beside and form.leading:
-                lines.append(f"call_{index}: %json {json.dumps(_call_schema(name, key, schema))}")
-                continue
-            before = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ', ensure_ascii=False)
-            lines.append(f'call_{index}: {before} value_{index} "}}"')
-            value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
-            lines.append(f"value_{index}: %json {json.dumps({**value, **SPACES})}")
-        return "\n".join(lines)
+        return form.grammar(schemas, self._added_tags, behind_text=True)
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The mark that opens calls and, of a family that thinks, those that open and close thoughts."""
+        thoughts = () if self._thoughts is None else (self._thoughts.opens, self._thoughts.closes)
+        return [Mark(text, self._added_tags.get(text)) for text in ((self.form or HERMES).opens, *thoughts)]
 
     def any_call_grammar(self) -> str | None:
         """A grammar of calls whose arguments follow none: any text between their marks; None for families without
@@ -165,7 +159,7 @@ class AnswerReader:
         return f"start: {self._in_lark(form.opens)} ({texts})* {self._in_lark(form.closes)}\nTEXT: /(?s:.+)/"
 
     def _in_lark(self, mark: str) -> str:
-        token = self._call_marks.get(mark)
+        token = self._added_tags.get(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
     @property

@@ -48,8 +48,8 @@ def python(name: str, arguments) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def as_object(name: str, arguments, key: str = "arguments") -> str:
-    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+def as_object(name: str, arguments, key: str = "arguments", of_name: str = "name") -> str:
+    return json.dumps({of_name: name, key: arguments}, ensure_ascii=False)
 
 
 def written(form: str, name: str, arguments) -> str:
@@ -75,7 +75,7 @@ def written(form: str, name: str, arguments) -> str:
         "OLMo": f"<function_calls>{python(name, arguments)}</function_calls>",
         "Phi-4": f"<|tool_call|>[{as_object(name, arguments)}]<|/tool_call|>",
         "Granite": f"<|tool_call|>[{as_object(name, arguments)}]",
-        "Command": f"<|START_ACTION|>[{as_object(name, arguments, 'parameters')}]<|END_ACTION|>",
+        "Command": f"<|START_ACTION|>[{as_object(name, arguments, 'parameters', 'tool_name')}]<|END_ACTION|>",
         "Llama": as_object(name, arguments, "parameters"),
         "gpt-oss": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{values}<|call|>",
     }[form.split()[0]]

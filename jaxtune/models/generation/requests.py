@@ -48,6 +48,21 @@ class Constraint(Protocol):
 
 
 @runtime_checkable
+class Waiting(Constraint, Protocol):
+    """A Constraint that lets any tokens pass for a while, in which rounds are dispatched ahead.
+
+    waits: whether it does.
+    dropped: how many of the tokens that it took last the row does not keep, as they were made before it knew what may
+    come: the row goes back.
+    """
+
+    @property
+    def waits(self) -> bool: ...
+
+    dropped: int
+
+
+@runtime_checkable
 class Together(Constraint, Protocol):
     """A Constraint of which those of many rows are followed faster together."""
 
@@ -288,6 +303,11 @@ class Request:
     client: tuple[Hashable, ...] = ()  # who asks; see `in_turns`
     constraint: Constraint | None = None
     adapter: int = 0  # its number in the sampler; 0: none
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its next token needs a mask."""
+        return self.constraint is not None and not getattr(self.constraint, "waits", False)
 
     def take(self, tokens: list[int], accepted: bool | ValueError = False) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or
