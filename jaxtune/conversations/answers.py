@@ -280,10 +280,15 @@ class AnswerReader:
 class AnswerStream:
     """An answer read as its text arrives: `add` returns what is certain, `end` the rest, and then `calls` is set. The
     joined pieces do not depend on where the text was cut.
+
+    Attributes:
+      thinking: where in the text thoughts begin and end, with their closing marks.
     """
 
     def __init__(self):
         self.calls: list[Call] = []
+        self.thinking: list[tuple[int, int]] = []
+        self._added = 0  # characters
         self._text = ""  # not read yet
         self._spaces: dict[Kind, str] = {"thought": "", "content": ""}  # white space that may be the last of its kind
         self._strips: set[Kind] = {"thought"}  # kinds of which white space that comes next is left out
@@ -291,6 +296,7 @@ class AnswerStream:
 
     def add(self, text: str) -> Pieces:
         self._text += text
+        self._added += len(text)
         return _joined(self._advance(False))
 
     def end(self, cut: bool = False) -> Pieces:
@@ -305,6 +311,15 @@ class AnswerStream:
             pieces += self._step(last)
             if (self._state, self._text) == before:
                 return pieces
+            if before[0] in ("thought", "draft"):
+                self._thought_of(len(before[1]), len(self._text))
+
+    def _thought_of(self, unread: int, unread_then: int) -> None:
+        """What was read is a thought."""
+        begin, end = max(0, self._added - unread), max(0, self._added - unread_then)
+        if self.thinking and self.thinking[-1][1] == begin:
+            begin, _ = self.thinking.pop()
+        self.thinking += [(begin, end)] if end > begin else []
 
     _state = ""
 
@@ -472,6 +487,7 @@ class _Tags(AnswerStream):
         stream = _Tags(None, self._form, self._schemas, "", self._marks)
         words = any(text.strip() for _, text in [*stream.add(self._text), *stream.end()])
         if cut or words or not stream.calls:
+            self._thought_of(len(self._text), 0)
             return self._say("thought", self._text)
         self._called, self._words = [*self._called, stream.calls], [*self._words, ""]
         return []
@@ -568,6 +584,7 @@ class _Channels(AnswerStream):
         self._state = "begin"
         self._blocks: list[tuple[str, str, bool]] = []  # of calls: name, text, whether its end was written
         self.add(opening)
+        self._added = 0  # of the answer
 
     def _step(self, last: bool) -> Pieces:
         if self._state == "begin":

@@ -33,7 +33,7 @@ from jaxtune.conversations.pictures import PictureError, is_picture_part
 from jaxtune.conversations.prompts import picture_prompt, prompt_tokens, text_tokens
 from jaxtune.conversations.templates import Arguments, TemplateError, checked_arguments
 from jaxtune.models.generation import grammars
-from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
+from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED, that_count
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import SETTINGS, Readable
@@ -67,7 +67,7 @@ _NEUTRAL: dict[str, object] = {
     "functions": None,
     "modalities": ["text"],
     "suffix": "",
-    "verbosity": None,
+    "verbosity": "medium",
     "web_search_options": None,
 }
 
@@ -87,7 +87,7 @@ Objects = Annotated[list[dict[str, object]], Field(fail_fast=True)]
 Ids = Annotated[list[Token], Field(fail_fast=True)]
 
 
-class _StreamOptions(BaseModel):
+class StreamOptions(BaseModel):
     """What a stream contains beside the answer; without an effect on an answer that is sent whole."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -149,7 +149,7 @@ class _Body(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None  # strings that end an answer
     stream: bool | None = None  # True: the answer is sent in chunks while it is made
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # 0: the most likely token is always taken
     # tokens are drawn from the likeliest ones that have this much probability in sum
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -683,8 +683,7 @@ def _parsed_request(
     """
     settings = {name: getattr(body, name) for name in SETTINGS if getattr(body, name) is not None}
     settings = {name: neutral for name, (_, neutral) in SETTINGS.items()} | {**served.defaults, **settings}
-    if settings["temperature"] == 0:  # filters change nothing, and clients send them all the same
-        settings |= {name: SETTINGS[name][1] for name in ("top_k", "top_p", "min_p")}
+    settings = that_count(settings)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     grammar = _grammar(body, served)
     seed = secrets.randbits(32) if body.seed is None else body.seed

@@ -94,3 +94,4 @@ class Usage(NamedTuple):
     prompt_tokens: int  # of all prompts, each counted once
     answer_tokens: int
     reused: int  # of the prompts, those whose states an earlier prompt had left
+    thought_tokens: int = 0  # of the answers' tokens, those of thoughts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
@@ -166,8 +167,8 @@ def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class StopStrings:
-    """Finds the token that completes one of several strings in the new text of a row. Raises ValueError without a
-    tokenizer or for an empty string.
+    """Finds the token that completes one of several strings in the new text of a row, with its special tokens or
+    without, as it is shown. Raises ValueError without a tokenizer or for an empty string.
 
       caller: the caller's name, for errors.
     """
@@ -194,8 +195,9 @@ class StopStrings:
         return next((count for count in range(searched_count + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
-        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return any(string in text for string in self._strings)
+        decode = functools.partial(self._tokenizer.decode, tokens, clean_up_tokenization_spaces=False)
+        texts = (decode(skip_special_tokens=without) for without in (False, True))
+        return any(string in text for text in texts for string in self._strings)
 
 
 class PromptPictures(NamedTuple):
