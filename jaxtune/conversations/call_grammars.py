@@ -134,7 +134,8 @@ class _Rules:
         """Calls between the marks."""
         call = self.of(_any_of(self.call(notation, name, schema) for name, schema in schemas.items()))
         before, between, after = (self.literal(text) for text in notation.around)
-        between = '"," " "?' if notation.around[1] == ", " else between
+        if notation.around[1] == ", ":
+            before, between, after = f"{before} WS?", '"," WS?', f"WS? {after}"
         more = f"({between} {call})*" if many and not notation.single else ""
         return " ".join(filter(None, (before, call, more, after)))
 
@@ -158,8 +159,10 @@ class _Rules:
             return self.json({**of_object, "properties": value}, schema)
         string = self.json({"type": "string"}, None)
         before = [f'({self._key(key)} {string} "," " "?)?' for key in texts]
-        named = f'{self._key(of_name)} {self.literal(json.dumps(name, ensure_ascii=False))} "," " "?'
-        return " ".join(['"{"', *before, named, self._key(of_arguments), self.json(schema, schema), '"}"'])
+        named = f"{self._key(of_name)} {self.literal(json.dumps(name, ensure_ascii=False))}"
+        arguments = f"{self._key(of_arguments)} {self.json(schema, schema)}"
+        pairs = (named, arguments), (arguments, named)  # Granite and Mistral write both
+        return _any_of(" ".join(['"{"', *before, first, '"," " "?', last, '"}"']) for first, last in pairs)
 
     def _key(self, key: str) -> str:
         return f'{json.dumps(f"{json.dumps(key)}:")} " "?'

@@ -324,3 +324,37 @@ def test_a_call_ends_thoughts_that_have_no_end(form):
         stream = reader.stream(SCHEMAS, opening)
         said = "".join(said for sign in text for _, said in stream.add(sign)) + "".join(t for _, t in stream.end())
         assert (tuple(stream.calls), said) == ((Call("look", {"at": "Paris"}),), "Hm, so.")
+
+
+GRANITE, MISTRAL = "Granite <|tool_call|>", "Mistral [TOOL_CALLS]"
+WEATHER, TOKYO = '{"name": "weather", "arguments": {"city": "Tokyo"}}', Call("weather", {"city": "Tokyo"})
+
+
+# What other servers' tests of their parsers have models write.
+@pytest.mark.parametrize(
+    ("form", "text", "calls", "content"),
+    [
+        (HERMES, f"Sure.<tool_call>{WEATHER}</tool_call><tool_call>{WEATHER}</tool_call>", 2, "Sure."),
+        (HERMES, f"<tool_call>\n{WEATHER}", 1, ""),
+        (HERMES, f"<tool_call>\n{WEATHER[:-1]}", 0, f"<tool_call>\n{WEATHER[:-1]}"),
+        (
+            HERMES,
+            '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Tokyo\\"}"}</tool_call>',
+            1,
+            "",
+        ),
+        (GRANITE, f"Let me look.\n<|tool_call|> [\n  {WEATHER},\n  {WEATHER}\n]\nDone.", 2, "Let me look.\n\nDone."),
+        (GRANITE, '<|tool_call|> [{"arguments": {"city": "Tokyo"}, "name": "weather"}]', 1, ""),
+        (GRANITE, 'Some text [{"name": "weather"}]', 0, 'Some text [{"name": "weather"}]'),
+        (MISTRAL, f"Hello[TOOL_CALLS] [{WEATHER}]\nextra", 1, "Hello\nextra"),
+        (MISTRAL, '[TOOL_CALLS]weather{"city": "Tokyo"}[TOOL_CALLS]weather{"city": "Tokyo"}', 2, ""),
+        (MISTRAL, "[TOOL_CALLS] not json at all", 0, "[TOOL_CALLS] not json at all"),
+        (MISTRAL, f"[TOOL_CALLS]  junk [{WEATHER}] trail", 0, f"[TOOL_CALLS]  junk [{WEATHER}] trail"),
+    ],
+)
+def test_what_other_servers_are_tested_with(form, text, calls, content):
+    answer = reader_of(form).read_text(text, {"weather": {}})
+    assert (answer.calls, answer.content) == ((TOKYO,) * calls, content)
+    stream = reader_of(form).stream({"weather": {}})
+    pieces = [*(piece for sign in text for piece in stream.add(sign)), *stream.end()]
+    assert (tuple(stream.calls), "".join(said for _, said in pieces)) == (answer.calls, content)

@@ -81,6 +81,13 @@ def test_calls_of_each_family_are_followed(name, special):
     for _ in range(2):
         assert follows(rule, ids("Let me look [1]. ")) == len(ids("Let me look [1]. ")) and rule.waits
         assert follows(rule, tokens := ids(right)) == len(tokens) and rule.waits, right
+    if '{"name": "look", "arguments": ' in right:
+        values = '{"at": "Paris", "n": 1}'
+        turned = written(name, "look", {"at": "Paris", "n": 1}).replace(
+            f'"name": "look", "arguments": {values}', f'"arguments": {values}, "name": "look"'
+        )
+        for text in (turned, turned.replace("[{", "[\n {").replace("}]", "}\n]")):
+            assert follows(rule, tokens := ids(text)) == len(tokens) and rule.waits, text
     for wrong in (
         written(name, "lok", {"at": "x", "n": 1}),
         written(name, "look", {"at": "x", "unit": "K", "n": 1}),
