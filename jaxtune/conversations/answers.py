@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxtune.conversations.calls import FORMS, HERMES, Call, CallForm, Schemas, channel_call
 from jaxtune.conversations.messages import Message, template_for
@@ -85,17 +85,15 @@ THOUGHTS = (
 _CHANNELS = ("<|channel|>", "<|message|>")  # gpt-oss's
 _CHANNEL_MARKS = (*_CHANNELS, "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _FINAL = re.compile(r"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>")
-SPACES = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,24}"}}  # or a model may write them for ever
+_TAG = re.compile(r"[<\[].*[>\]]")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
-def _call_schema(name: str, key: str, schema: object) -> dict[str, object]:
-    """The JSON schema of a whole call, with the definitions of its arguments' schema."""
-    value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
-    definitions = {name: value[name] for name in ("$defs", "definitions") if name in value}
-    keys = {"name": {"const": name}, key: value}
-    required = {"required": [*keys], "additionalProperties": False}
-    return {"type": "object", "properties": keys, **required, **definitions, **SPACES}
+class Mark(NamedTuple):
+    """A text in answers, which may be a token of its own."""
+
+    text: str
+    token: int | None
 
 
 class AnswerReader:
@@ -117,6 +115,8 @@ class AnswerReader:
         self.thinks = self._channels or self._thoughts is not None
         self.writes_calls = self.form is not None or (self._channels and "functions." in source)
         self._specials = special_ids(tokenizer)
+        added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
+        self._added_tags = {text: index for text, index in added.items() if _TAG.fullmatch(text)}
         self._thought_marks, self._call_marks = self._special()
 
     @classmethod
@@ -124,35 +124,29 @@ class AnswerReader:
         """The reader for the tokenizer's own template, of several the one for `tools`."""
         return cls(tokenizer, template_for(tokenizer.chat_template, tools))
 
-    def call_grammar(self, schemas: Schemas, many: bool, beside: bool = False) -> str | None:
-        """A grammar of answers that call tools, in llguidance's Lark; None for a family whose calls are not JSON.
+    def call_grammar(self, schemas: Schemas, many: bool) -> str | None:
+        """A grammar of answers that call tools, in llguidance's Lark; None for gpt-oss, whose calls are messages.
 
         schemas: {tool's name: JSON schema of its arguments} of the tools that may be called.
         many: whether several calls may follow each other.
-        beside: an answer of another grammar may be in their place.
+        """
+        return None if self._channels else (self.form or HERMES).grammar(schemas, self._added_tags, many)
+
+    def begun_call_grammar(self, schemas: Schemas) -> str | None:
+        """A grammar of any text up to the mark that opens calls, and of calls; None for families without that mark.
+
+        schemas: {tool's name: JSON schema of its arguments} of the tools that may be called.
         """
         form = self.form or HERMES
-        if self._channels or not form.body:
+        if self._channels or not form.opens or not schemas:
             return None
-        key = "parameters" if form.leading else "arguments"
-        begin = f'{self._in_lark(form.opens)} "\\n"? ' if form.opens else ""
-        end = f' "\\n"? {self._in_lark(form.closes)}' if form.closes else ""
-        call = " | ".join(f"call_{index}" for index in range(len(schemas)))
-        if form.body == "list":
-            more = f' (", " ({call}))*' if many else ""
-            lines = [f'start: {begin}"[" ({call}){more} "]"{end}']
-        else:
-            more = ' ("\\n"? block)*' if many and form.closes else ""
-            lines = [f"start: block{more}", f"block: {begin}({call}){end}"]
-        for index, (name, schema) in enumerate(schemas.items()):
-            if beside and form.leading:
-                lines.append(f"call_{index}: %json {json.dumps(_call_schema(name, key, schema))}")
-                continue
-            before = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ', ensure_ascii=False)
-            lines.append(f'call_{index}: {before} value_{index} "}}"')
-            value = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
-            lines.append(f"value_{index}: %json {json.dumps({**value, **SPACES})}")
-        return "\n".join(lines)
+        return form.grammar(schemas, self._added_tags, behind_text=True)
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The mark that opens calls and, of a family that thinks, those that open and close thoughts."""
+        thoughts = () if self._thoughts is None else (self._thoughts.opens, self._thoughts.closes)
+        return [Mark(text, self._added_tags.get(text)) for text in ((self.form or HERMES).opens, *thoughts)]
 
     def any_call_grammar(self) -> str | None:
         """A grammar of calls whose arguments follow none: any text between their marks; None for families without
@@ -165,7 +159,7 @@ class AnswerReader:
         return f"start: {self._in_lark(form.opens)} ({texts})* {self._in_lark(form.closes)}\nTEXT: /(?s:.+)/"
 
     def _in_lark(self, mark: str) -> str:
-        token = self._call_marks.get(mark)
+        token = self._added_tags.get(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
     @property
@@ -286,10 +280,15 @@ class AnswerReader:
 class AnswerStream:
     """An answer read as its text arrives: `add` returns what is certain, `end` the rest, and then `calls` is set. The
     joined pieces do not depend on where the text was cut.
+
+    Attributes:
+      thinking: where in the text thoughts begin and end, with their closing marks.
     """
 
     def __init__(self):
         self.calls: list[Call] = []
+        self.thinking: list[tuple[int, int]] = []
+        self._added = 0  # characters
         self._text = ""  # not read yet
         self._spaces: dict[Kind, str] = {"thought": "", "content": ""}  # white space that may be the last of its kind
         self._strips: set[Kind] = {"thought"}  # kinds of which white space that comes next is left out
@@ -297,6 +296,7 @@ class AnswerStream:
 
     def add(self, text: str) -> Pieces:
         self._text += text
+        self._added += len(text)
         return _joined(self._advance(False))
 
     def end(self, cut: bool = False) -> Pieces:
@@ -311,6 +311,15 @@ class AnswerStream:
             pieces += self._step(last)
             if (self._state, self._text) == before:
                 return pieces
+            if before[0] in ("thought", "draft"):
+                self._thought_of(len(before[1]), len(self._text))
+
+    def _thought_of(self, unread: int, unread_then: int) -> None:
+        """What was read is a thought."""
+        begin, end = max(0, self._added - unread), max(0, self._added - unread_then)
+        if self.thinking and self.thinking[-1][1] == begin:
+            begin, _ = self.thinking.pop()
+        self.thinking += [(begin, end)] if end > begin else []
 
     _state = ""
 
@@ -378,6 +387,7 @@ class _Tags(AnswerStream):
         self._state = "content"
         self._called: list[list[Call]] = []  # of each text of calls that has ended
         self._block = ""  # the text of calls that have not ended
+        self._bare = False  # whether they have no outer marks
         self._tries = 0  # marks at which that text was malformed
         self._begin = 0  # where it begins in `_raw`, with its opening mark
         self._raw = ""  # all text from the first call on, without thoughts
@@ -391,6 +401,8 @@ class _Tags(AnswerStream):
             return self._content(last)
         if self._state == "thought":
             return self._thought(last)
+        if self._state == "draft":
+            return self._draft()
         return self._call(last) if self._state == "call" else self._between(last)
 
     def _think(self, title: str) -> None:
@@ -422,17 +434,20 @@ class _Tags(AnswerStream):
         return pieces
 
     def _openings(self) -> list[str]:
-        return [notation.opens for notation in (self._thoughts, self._form) if notation is not None]
+        marks = [notation.opens for notation in (self._thoughts, self._form) if notation is not None]
+        return marks if self._form is None else [*marks, self._form.bare[0]]
 
     def _enter(self, mark: str) -> None:
         if mark and self._thoughts is not None and mark == self._thoughts.opens:
             self._think(self._thoughts.title)
-        elif mark and self._form is not None and mark == self._form.opens:
+        elif mark and self._form is not None:
             self._begin_call(mark)
             self._state = "call"
 
     def _begin_call(self, mark: str) -> None:
-        self._begin, self._block, self._tries = len(self._raw), "", 0
+        self._begin, self._tries = len(self._raw), 0
+        self._bare = self._form is not None and mark == self._form.bare[0]
+        self._block = mark if self._bare else ""
         self._raw += mark
 
     def _thought(self, last: bool) -> Pieces:
@@ -443,69 +458,107 @@ class _Tags(AnswerStream):
             if not last and self._title.startswith(text):
                 return []
             self._text, self._title = text.removeprefix(self._title), ""
-        text, mark = self._until([self._thoughts.closes], last)
+        opens = self._form.opens if self._form is not None else ""
+        text, mark = self._until([self._thoughts.closes, opens], last)
         pieces = self._say("thought", text)
-        if mark:
-            self._state = "between" if self._raw else "content"
-            if "content" not in self._said:
-                self._again("content", "")
+        if mark == self._thoughts.closes:
+            self._end_thought()
+        elif mark:
+            self._state, self._text = "draft", mark + self._text
         return pieces
+
+    def _end_thought(self) -> None:
+        self._state = "between" if self._raw else "content"
+        if "content" not in self._said:
+            self._again("content", "")
+
+    def _draft(self) -> Pieces:
+        """Waits for the end of a thought in which a call begins: without that end it is a call."""
+        assert self._thoughts is not None
+        draft, mark, text = self._text.partition(self._thoughts.closes)
+        if not mark:
+            return []
+        self._text = text
+        self._end_thought()
+        return self._say("thought", draft)
+
+    def _close_draft(self, cut: bool) -> Pieces:
+        """A thought that has no end is over where nothing but calls follows."""
+        stream = _Tags(None, self._form, self._schemas, "", self._marks)
+        words = any(text.strip() for _, text in [*stream.add(self._text), *stream.end()])
+        if cut or words or not stream.calls:
+            self._thought_of(len(self._text), 0)
+            return self._say("thought", self._text)
+        self._called, self._words = [*self._called, stream.calls], [*self._words, ""]
+        return []
 
     def _call(self, last: bool) -> Pieces:
         """Reads up to a mark that ends the call: one before which the text can be parsed, as values have marks too."""
         form = self._form
         assert form is not None
-        text, mark = self._until([form.closes or form.opens], last)
+        text, mark = self._until([form.bare[1] if self._bare else form.closes or form.opens], last)
         self._block += text
         self._raw += text
-        calls = form.calls(self._block, self._schemas) if mark and self._tries < _MOST_TRIES else None
+        calls, words = None, ""
+        if mark and self._tries < _MOST_TRIES:
+            calls, words = form.calls_and_words(self._block + (mark if self._bare else ""), self._schemas)
         if calls is None:
             self._tries += bool(mark)
             self._block += mark
             self._raw += mark
-        elif form.closes:
-            self._called.append(calls)
+            return []
+        self._called.append(calls)
+        self._words.append(words)
+        if form.closes:
+            self._block += mark if self._bare else ""
             self._raw += mark
             self._state = "between"
-            self._words.append("")
         else:
-            self._called.append(calls)
             self._begin_call(mark)
         return []
 
     def _between(self, last: bool) -> Pieces:
-        """Reads what follows calls. If their closing mark comes once more, the first may have been a value's text."""
+        """Reads what follows calls. If their end comes once more, the first may have been a value's text."""
         form = self._form
-        closes = form.closes if form is not None and form.closes else ""
-        text, mark = self._until([*self._openings(), closes], last)
+        closes, inner = ("", "") if form is None else (form.closes, form.bare[1] if self._bare else "")
+        text, mark = self._until([*self._openings(), closes, inner], last)
         self._raw += text
         self._words[-1] += text
-        if not mark or mark != closes or form is None:
+        if form is None or not mark or mark not in (closes, inner):
             self._enter(mark)
             return []
-        longer = self._block + closes + self._words[-1]
         self._raw += mark
-        calls = form.calls(longer, self._schemas) if self._tries < _MOST_TRIES else None
-        self._tries += 1
-        if calls is None:
-            self._words[-1] += mark
-        else:
+        is_end = mark == (inner or closes)
+        longer = self._block + self._words[-1] + mark if self._bare else self._block + mark + self._words[-1]
+        calls = form.calls(longer, self._schemas) if is_end and self._tries < _MOST_TRIES else None
+        self._tries += is_end
+        if calls is not None:
             self._block, self._called[-1], self._words[-1] = longer, calls, ""
+        elif self._words[-1].strip():
+            self._words[-1] += mark
         return []
 
     def _close(self, cut: bool) -> Pieces:
         """Sets the calls. If one is malformed, all are text; one that was cut is text behind those that ended."""
-        form, rest = self._form, ""
+        form, rest, pieces = self._form, "", []
         if form is not None and self._state == "call":
-            calls = form.calls(self._block, self._schemas) if form.shows_end and not cut else None
-            self._called = self._called + [calls or []] if calls or (cut and not self._tries) else []
-            rest = "" if calls else self._shown(self._raw[self._begin :])
+            calls, words = form.calls_and_words(self._block, self._schemas)
+            if calls and (words or (form.shows_end and not cut)):
+                self._called.append(calls)
+                self._words.append(words)
+            else:
+                self._called = self._called if cut and not self._tries else []
+                rest = self._shown(self._raw[self._begin :])
+        elif self._state == "draft":
+            pieces = self._close_draft(cut)
         self.calls = [call for calls in self._called for call in calls]
         if not self.calls:
             rest = self._shown(self._raw)
             spaces, self._spaces["content"] = self._spaces["content"], ""
-            return [("content", spaces + rest)] if spaces + rest else []
-        pieces = [piece for word in self._words for piece in self._say("content", word)]
+            return [*pieces, ("content", spaces + rest)] if spaces + rest else pieces
+        if "content" not in self._said:
+            self._again("content", "")
+        pieces += [piece for word in self._words for piece in self._say("content", word)]
         return [*pieces, *self._say("content", rest, hold=False)]
 
     def _shown(self, text: str) -> str:
@@ -531,6 +584,7 @@ class _Channels(AnswerStream):
         self._state = "begin"
         self._blocks: list[tuple[str, str, bool]] = []  # of calls: name, text, whether its end was written
         self.add(opening)
+        self._added = 0  # of the answer
 
     def _step(self, last: bool) -> Pieces:
         if self._state == "begin":

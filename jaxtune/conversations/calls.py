@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
 
+from jaxtune.conversations.call_grammars import Notation, grammar_of_calls
 from jaxtune.conversations.values import (
     Arguments,
     after_spaces,
@@ -59,10 +60,12 @@ class CallForm:
     """In place of `opens`: beginnings of an answer that consists of calls; part of their text."""
     marks: tuple[str, ...] = ()
     """Further tokens within the text."""
-    body: Literal["object", "list", ""] = ""
-    """JSON that may be between: an object of a call, or a list of them; "": neither."""
+    notations: tuple[Notation, ...] = (Notation(single=True),)
+    """In which models write what is between, for grammars."""
     shows_end: bool = True
     """Whether a text that can be parsed is a whole call, also before its `closes`."""
+    bare: tuple[str, str] = ("", "")
+    """How a call without the outer marks begins and ends, which is part of its text; "": it has them."""
 
     def calls(self, text: str, schemas: Schemas) -> list[Call] | None:
         """The calls in the text between; None if it is malformed, or has values that JSON has not."""
@@ -73,6 +76,22 @@ class CallForm:
         except (ValueError, TypeError, RecursionError, MemoryError):
             return None
         return calls
+
+    def calls_and_words(self, text: str, schemas: Schemas) -> tuple[list[Call] | None, str]:
+        """`calls`, and what a model wrote behind them; words only where no mark ends them."""
+        calls = self.calls(text, schemas)
+        if calls is not None or self.closes:
+            return calls, ""
+        end = _values_end(text)
+        calls = self.calls(text[:end], schemas) if _WORDS.match(text, end) else None
+        if calls is None or (self.leading and any(call.name not in schemas for call in calls)):
+            return None, ""
+        return calls, text[end:]
+
+    def grammar(self, schemas: Schemas, tokens: Mapping[str, int], many: bool = True, behind_text: bool = False) -> str:
+        """Of calls, as of `grammar_of_calls`."""
+        marks = self.opens, self.closes
+        return grammar_of_calls(marks, self.notations, schemas, tokens, many, behind_text)
 
 
 def schemas_of(tools: object) -> Arguments:
@@ -152,6 +171,22 @@ def _json_values(text: str) -> Iterator[object]:
         yield value
         between = _BETWEEN_VALUES.match(text, at)
         at = at if between is None else between.end()
+
+
+_FIRST_VALUE = re.compile(r"(?:\[\s*)?\{")
+_WORDS = re.compile(r"\s*[^\s{}\[\],:;\"]")  # behind a call; anything else may be a damaged one
+
+
+def _values_end(text: str) -> int:
+    """Where the JSON values end that a text has one after another; 0 if it has none."""
+    first, end = _FIRST_VALUE.search(text), 0
+    at = len(text) if first is None else first.start()
+    with contextlib.suppress(ValueError, RecursionError):
+        while at < len(text):
+            _, end = json_at(text, at)
+            between = _BETWEEN_VALUES.match(text, end)
+            at = end if between is None else between.end()
+    return end
 
 
 def _json_calls(text: str, schemas: Schemas) -> list[Call]:
@@ -465,6 +500,12 @@ def _gemma(text: str, schemas: Schemas) -> list[Call]:
     return [_named(call[1], arguments, schemas)]
 
 
+_LIST = Notation(around=("[", ", ", "]"))
+_XML = Notation("<function=NAME>\nARGUMENTS</function>\n", "<parameter=KEY>VALUE</parameter>\n")
+_INVOKED = Notation('<invoke name="NAME">\nARGUMENTS</invoke>\n', '<parameter name="KEY">VALUE</parameter>\n')
+_PYTHON = Notation("NAME(ARGUMENTS)", "KEY=VALUE", "python", ", ")
+_BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
 # The first form whose `source` a template has is taken. gpt-oss's calls are channels (`answers.py`).
 FORMS = (
     CallForm(
@@ -474,6 +515,7 @@ FORMS = (
         "<tool_call|>",
         _gemma,
         marks=('<|"|>',),
+        notations=(Notation("call:NAME{ARGUMENTS}", "KEY:VALUE", "gemma", ",", single=True),),
     ),
     CallForm(
         "DeepSeek",
@@ -481,7 +523,11 @@ FORMS = (
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
         _deepseek,
-        marks=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        marks=(_BEGIN, _SEP, _END),
+        notations=(
+            Notation(f"{_BEGIN}function{_SEP}NAME\n```json\nJSON\n```{_END}", around=("", "\n", "")),
+            Notation(f"{_BEGIN}NAME{_SEP}JSON{_END}"),
+        ),
     ),
     CallForm(
         "Kimi",
@@ -490,6 +536,9 @@ FORMS = (
         "<|tool_calls_section_end|>",
         _kimi,
         marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        notations=(
+            Notation("<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>JSON<|tool_call_end|>"),
+        ),
     ),
     CallForm(
         "Mistral [TOOL_CALLS]",
@@ -498,34 +547,71 @@ FORMS = (
         "",
         _mistral,
         marks=("[ARGS]", "[CALL_ID]"),
-        body="list",
+        notations=(_LIST, Notation("NAME[ARGS]JSON", single=True)),
     ),
-    CallForm("LFM2 <|tool_call_start|>", ("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
-    CallForm("OLMo <function_calls>", ("<function_calls>",), "<function_calls>", "</function_calls>", _python),
+    CallForm(
+        "LFM2 <|tool_call_start|>",
+        ("<|tool_call_start|>",),
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        _python,
+        notations=(dataclasses.replace(_PYTHON, around=("[", ", ", "]")),),
+    ),
+    CallForm(
+        "OLMo <function_calls>",
+        ("<function_calls>",),
+        "<function_calls>",
+        "</function_calls>",
+        _python,
+        notations=(dataclasses.replace(_PYTHON, around=("", "\n", "")),),
+    ),
     CallForm(
         "Phi-4 <|tool_call|>",
         ("<|tool_call|>", "<|/tool_call|>"),
         "<|tool_call|>",
         "<|/tool_call|>",
         _json_call,
-        body="object",
+        notations=(_LIST,),
     ),
-    CallForm("Granite <|tool_call|>", ("<|tool_call|>",), "<|tool_call|>", "", _json_calls, body="list"),
+    CallForm("Granite <|tool_call|>", ("<|tool_call|>",), "<|tool_call|>", "", _json_calls, notations=(_LIST,)),
     CallForm(
         "Command <|START_ACTION|>",
         ("<|START_ACTION|>",),
         "<|START_ACTION|>",
         "<|END_ACTION|>",
         _json_calls,
-        body="list",
+        notations=(dataclasses.replace(_LIST, keys=("tool_call_id", "tool_name", "parameters")),),
     ),
-    CallForm("MiniMax <invoke>", ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>", _invoked),
-    CallForm("Seed <function=NAME>", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _xml),
-    CallForm("GLM <arg_key>", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _glm, shows_end=False),
-    CallForm("Qwen3-Coder <function=NAME>", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _xml),
     CallForm(
-        "Hermes and Qwen <tool_call> JSON", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call, body="object"
+        "MiniMax <invoke>",
+        ("<minimax:tool_call>",),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        _invoked,
+        notations=(_INVOKED,),
     ),
+    CallForm(
+        "Seed <function=NAME>", ("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _xml, notations=(_XML,)
+    ),
+    CallForm(
+        "GLM <arg_key>",
+        ("<tool_call>", "<arg_key>"),
+        "<tool_call>",
+        "</tool_call>",
+        _glm,
+        shows_end=False,
+        notations=(Notation("NAME\nARGUMENTS", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n", single=True),),
+    ),
+    CallForm(
+        "Qwen3-Coder <function=NAME>",
+        ("<tool_call>", "<function="),
+        "<tool_call>",
+        "</tool_call>",
+        _xml,
+        bare=("<function=", "</function>"),
+        notations=(_XML,),
+    ),
+    CallForm("Hermes and Qwen <tool_call> JSON", ("<tool_call>",), "<tool_call>", "</tool_call>", _json_call),
     CallForm(
         "Llama 3 JSON",
         ("<|start_header_id|>", "tool_calls"),
@@ -534,7 +620,7 @@ FORMS = (
         _llama,
         leading=("{", "<|python_tag|>"),
         marks=("<|python_tag|>",),
-        body="object",
+        notations=(Notation(keys=("name", "parameters"), single=True),),
     ),
 )
 HERMES = next(form for form in FORMS if form.name.startswith("Hermes"))

@@ -170,7 +170,8 @@ def rgb(image: Image) -> Image:
     if image.mode in ("I", "F"):
         raise PictureError("a picture of 32-bit numbers has no known white: write it with 8 or 16 bits a channel")
     if image.mode.startswith("I"):  # 16 bits, which Pillow cuts off at 255
-        image = Image.fromarray((np.asarray(image, np.int64) // 257).astype(np.uint8))
+        values, transparent = np.asarray(image, np.int64), image.info.get("transparency")
+        image = Image.fromarray(np.where(values == transparent, 255, values // 257).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         straight = {"La": "LA"}.get(image.mode)
         colours = (image.convert(straight) if straight else image).convert("RGBA")

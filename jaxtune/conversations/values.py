@@ -158,7 +158,7 @@ def _allows(wanted: str, schema: object, root: object, unnamed: bool) -> bool:
     if wanted == "null" and schema.get("nullable") is True:
         return True
     if isinstance(reference := schema.get("$ref"), str):
-        return _allows(wanted, _referred(root, reference), root, unnamed)
+        return _allows(wanted, referred(root, reference), root, unnamed)
     if isinstance(kind := schema.get("type"), str | list | tuple):
         return kind == wanted or (not isinstance(kind, str) and wanted in kind)
     for key in ("anyOf", "oneOf"):
@@ -172,7 +172,8 @@ def _allows(wanted: str, schema: object, root: object, unnamed: bool) -> bool:
     return unnamed
 
 
-def _referred(root: object, reference: str) -> object:
+def referred(root: object, reference: str) -> object:
+    """What a reference of a JSON schema names in its document, which is no reference itself."""
     for key in reference.removeprefix("#").strip("/").split("/"):
         root = root.get(key, {}) if isinstance(root, Mapping) else {}
     return {} if isinstance(root, Mapping) and "$ref" in root else root

@@ -10,6 +10,7 @@ import difflib
 import itertools
 import json
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, NamedTuple
 
@@ -32,11 +33,12 @@ from jaxtune.conversations.pictures import PictureError, is_picture_part
 from jaxtune.conversations.prompts import picture_prompt, prompt_tokens, text_tokens
 from jaxtune.conversations.templates import Arguments, TemplateError, checked_arguments
 from jaxtune.models.generation import grammars
-from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
+from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED, that_count
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import SETTINGS, Readable
 from jaxtune.serve.trials import tried
+from jaxtune.system.terminal import say
 
 _MOST_ANSWERS = 128  # to one request
 _MOST_PASSED = 64  # grammars that a reader need not try again
@@ -65,7 +67,7 @@ _NEUTRAL: dict[str, object] = {
     "functions": None,
     "modalities": ["text"],
     "suffix": "",
-    "verbosity": None,
+    "verbosity": "medium",
     "web_search_options": None,
 }
 
@@ -85,7 +87,7 @@ Objects = Annotated[list[dict[str, object]], Field(fail_fast=True)]
 Ids = Annotated[list[Token], Field(fail_fast=True)]
 
 
-class _StreamOptions(BaseModel):
+class StreamOptions(BaseModel):
     """What a stream contains beside the answer; without an effect on an answer that is sent whole."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -147,7 +149,7 @@ class _Body(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None  # strings that end an answer
     stream: bool | None = None  # True: the answer is sent in chunks while it is made
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None  # 0: the most likely token is always taken
     # tokens are drawn from the likeliest ones that have this much probability in sum
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -276,12 +278,14 @@ def read_chat(body: object, models: Models, lengths: Lengths) -> ParsedRequest:
         rows = [dataclasses.replace(row, pictures=pictures) for row in request_values.rows]
         request_values = dataclasses.replace(request_values, rows=rows)
     many_calls = values.parallel_tool_calls is not False
+    grammar = None
     if isinstance(values.tool_choice, _NamedTool) or values.tool_choice == "required":
         grammar = _call_grammar(values.tool_choice, schemas or {}, served, many_calls)
-        rows = [dataclasses.replace(row, **grammar._asdict()) for row in request_values.rows]
-        request_values = dataclasses.replace(request_values, rows=rows)
     elif schemas and (first := request_values.rows[0]).grammar is not None:
         grammar = _or_calls(_Grammar(first.grammar, first.grammar_bytes), schemas, served, many_calls)
+    elif schemas and all(_is_strict(tool) for tool in tools or ()):
+        grammar = _begun_calls(schemas, served)
+    if grammar is not None:
         rows = [dataclasses.replace(row, **grammar._asdict()) for row in request_values.rows]
         request_values = dataclasses.replace(request_values, rows=rows)
     return dataclasses.replace(request_values, schemas=schemas, opening=opening, role=role, many_calls=many_calls)
@@ -310,7 +314,7 @@ def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, 
     chosen = {name: schemas[name] for name in names}
     lark = served.reader(True).call_grammar(chosen, many and not isinstance(choice, _NamedTool))
     if lark is None:
-        message = f"tool_choice: the calls of {served.name} are no JSON, so they cannot be required: use auto"
+        message = f"tool_choice: the calls of {served.name} are messages, which cannot be required: use auto"
         raise ApiError(400, message, "tool_choice", "unsupported_parameter")
     return _followed(grammars.lark_grammar, (lark,), "tools", served)
 
@@ -320,12 +324,33 @@ class _Grammar(NamedTuple):
 
     grammar: str | None = None
     grammar_bytes: int = 0
+    call_grammar: str | None = None
+
+
+def _is_strict(tool: Message) -> bool:
+    """Whether a tool's calls follow its schema: OpenAI's `strict`, which is true here without a word."""
+    function = tool.get("function", tool)
+    return not isinstance(function, Mapping) or function.get("strict") is not False
+
+
+def _begun_calls(schemas: Schemas, served: Readable) -> _Grammar:
+    """The grammar of calls behind their opening mark, or none where it is not followed, of which a line is logged."""
+    lark = served.reader(True).begun_call_grammar(schemas)
+    if lark is None or not served.vocab_size:
+        return _Grammar()
+    try:
+        grammar = _followed(grammars.calls_grammar, (lark,), "tools", served)
+    except ApiError as error:
+        say(f"jaxtune: calls of {', '.join(schemas)[:_MOST_SHOWN]} follow no grammar: {error}", sys.stderr)
+        grammar = _Grammar()
+        served.passed[grammars.calls_grammar.__name__, json.dumps((lark,))] = None, 0  # it is not tried again
+    return _Grammar(None, grammar.grammar_bytes, grammar.grammar)
 
 
 def _or_calls(answer: _Grammar, schemas: Schemas, served: Readable, many: bool) -> _Grammar:
     """The grammar of an answer, or of calls in its place; ApiError (400)."""
     grammar, reader = answer.grammar or "", served.reader(True)
-    calls, any_calls = reader.call_grammar(schemas, many, beside=True), reader.any_call_grammar()
+    calls, any_calls = reader.call_grammar(schemas, many), reader.any_call_grammar()
     choices = [choice for choice in (calls, any_calls) if choice is not None]
     for choice in choices[:-1]:
         with contextlib.suppress(ApiError):  # a schema of arguments that is not followed
@@ -381,8 +406,8 @@ def _followed[*Asked](
         compiler = served.grammars  # made here, as a child would lose it
         if len(served.passed) >= _MOST_PASSED:
             served.passed.clear()
-        served.passed[known] = grammar = _Grammar(*tried(work))
-        return grammar
+        served.passed[known] = passed = tried(work)
+        return _Grammar(*passed)
     except (ValueError, TypeError, RecursionError) as error:
         raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
 
@@ -658,8 +683,7 @@ def _parsed_request(
     """
     settings = {name: getattr(body, name) for name in SETTINGS if getattr(body, name) is not None}
     settings = {name: neutral for name, (_, neutral) in SETTINGS.items()} | {**served.defaults, **settings}
-    if settings["temperature"] == 0:  # filters change nothing, and clients send them all the same
-        settings |= {name: SETTINGS[name][1] for name in ("top_k", "top_p", "min_p")}
+    settings = that_count(settings)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     grammar = _grammar(body, served)
     seed = secrets.randbits(32) if body.seed is None else body.seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import itertools
+import operator
 import secrets
 import time
 from collections.abc import Sequence
@@ -81,6 +82,11 @@ class _Choice:
     @property
     def prompt(self) -> Sequence[int]:
         return self._row.prompt
+
+    @property
+    def thought_tokens(self) -> int:
+        """Of thoughts, once the row has ended."""
+        return self._text.thought_tokens
 
     @property
     def calls(self) -> list[dict[str, object]]:
@@ -248,11 +254,13 @@ class Answer:
 
     def _usage(self) -> dict[str, object]:
         usage = self.usage
+        details = {"completion_tokens_details": {"reasoning_tokens": usage.thought_tokens}} if self._is_chat else {}
         return {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.answer_tokens,
             "total_tokens": usage.prompt_tokens + usage.answer_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused},
+            **details,
         }
 
     @property
@@ -264,7 +272,8 @@ def _usage(asked: ParsedRequest, choices: Sequence[_Choice]) -> Usage:
     """Each prompt counts once."""
     answers = (next(group) for _, group in itertools.groupby(choices, lambda choice: choice.prompt))
     reused = sum(choice.reused for choice in answers)
-    return Usage(asked.prompt_tokens, sum(choice.tokens for choice in choices), reused)
+    tokens, thoughts = (sum(map(operator.attrgetter(name), choices)) for name in ("tokens", "thought_tokens"))
+    return Usage(asked.prompt_tokens, tokens, reused, thoughts)
 
 
 class ResponsesAnswer:

@@ -38,6 +38,7 @@ class Row:
     ignore_eos: bool = False  # the model's own end tokens do not end it
     stop_token_ids: tuple[int, ...] = ()  # further tokens that end it
     grammar: str | None = None  # that the answer follows after its thoughts; of `grammars`
+    call_grammar: str | None = None  # that its calls follow from their opening mark on; of `grammars`
     grammar_bytes: int = 0  # that it takes while it is followed
     constraint: Constraint | None = None  # of the grammar, in the process of the sampler
     pictures: PictureArrays | None = None  # of the prompt
@@ -93,3 +94,4 @@ class Usage(NamedTuple):
     prompt_tokens: int  # of all prompts, each counted once
     answer_tokens: int
     reused: int  # of the prompts, those whose states an earlier prompt had left
+    thought_tokens: int = 0  # of the answers' tokens, those of thoughts

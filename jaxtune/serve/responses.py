@@ -19,13 +19,23 @@ from jaxtune.serve.requests import ParsedRequest, Usage
 _NEUTRAL: dict[str, object] = {
     "background": False,
     "conversation": None,
-    "include": [],
-    "max_tool_calls": None,
     "previous_response_id": None,
     "prompt": None,
     "top_logprobs": 0,
     "truncation": "disabled",
 }
+
+
+# Parts of items that no answer has here.
+_Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
 
 class _Reasoning(BaseModel):
@@ -37,6 +47,7 @@ class _Reasoning(BaseModel):
 
 class _Text(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    verbosity: Literal["medium"] | None = None  # which is no other than none
     format: dict[str, object] | None = None  # as a chat's response_format, with the schema's keys beside the type
 
 
@@ -52,6 +63,9 @@ class _Responses(BaseModel):
     text: _Text | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None  # of built-in tools, which there are none of
+    include: list[_Included] | None = None
+    stream_options: bodies.StreamOptions | None = None
     reasoning: _Reasoning | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -202,9 +216,9 @@ class Response:
             "usage": usage
             and {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.reused},
+                "input_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": 0},
                 "output_tokens": usage.answer_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage.thought_tokens},
                 "total_tokens": usage.prompt_tokens + usage.answer_tokens,
             }
         }

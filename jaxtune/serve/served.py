@@ -149,12 +149,14 @@ class ServedModel:
     def constrained(self, request_values: ParsedRequest) -> list[Row]:
         """The rows with constraints for their grammars. May take a second. ValueError: a grammar is not followed."""
         rows = request_values.rows
-        if all(row.grammar is None for row in rows):
+        if all(row.grammar is None and row.call_grammar is None for row in rows):
             return rows
         with_tools, is_chat = request_values.schemas is not None, request_values.form != "completion"
         reader = self.readable.reader(with_tools) if is_chat else None
 
         def constraint(row: Row) -> Constraint | None:
+            if row.call_grammar is not None and reader is not None:
+                return self._grammars.of_calls(row.call_grammar, reader, bool(request_values.opening))
             if row.grammar is None:
                 return None
             if reader is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 
 from jaxtune.conversations.answers import AnswerStream, Pieces, overlap
@@ -23,6 +24,7 @@ class Text:
       stream: tells thoughts, text and calls apart; None: all is text.
     Attributes:
       calls: entries of OpenAI's `tool_calls`, after `end`.
+      thought_tokens: how many tokens are of thoughts, after `end`.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Text:
         self._text = ""  # of the known tokens
         self._read = 0  # characters
         self.calls: list[dict[str, object]] = []
+        self.thought_tokens = 0
 
     def add(self, ids: Sequence[int]) -> Pieces:
         """Adds token ids, and returns what is certain and was not returned yet."""
@@ -73,7 +76,16 @@ class Text:
         if self._stream is not None:
             pieces += self._stream.end(cut)
             self.calls = [_openai_call(call) for call in self._stream.calls]
+            spans = [(self._tokens_of(begin), self._tokens_of(end)) for begin, end in self._stream.thinking]
+            self.thought_tokens = sum(end - begin for begin, end in spans)
         return pieces
+
+    def _tokens_of(self, characters: int) -> int:
+        """How many tokens have so many characters, which the last of them may end."""
+        sizes = range(len(self._ids) + 1)
+        return bisect.bisect_left(
+            sizes, characters, key=lambda count: len(self._decode(self._ids[:count])), hi=len(self._ids)
+        )
 
     def _stops_from(self) -> int:
         """The first character in which a stop may begin."""

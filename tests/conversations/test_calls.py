@@ -48,8 +48,8 @@ def python(name: str, arguments) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def as_object(name: str, arguments, key: str = "arguments") -> str:
-    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+def as_object(name: str, arguments, key: str = "arguments", of_name: str = "name") -> str:
+    return json.dumps({of_name: name, key: arguments}, ensure_ascii=False)
 
 
 def written(form: str, name: str, arguments) -> str:
@@ -75,7 +75,7 @@ def written(form: str, name: str, arguments) -> str:
         "OLMo": f"<function_calls>{python(name, arguments)}</function_calls>",
         "Phi-4": f"<|tool_call|>[{as_object(name, arguments)}]<|/tool_call|>",
         "Granite": f"<|tool_call|>[{as_object(name, arguments)}]",
-        "Command": f"<|START_ACTION|>[{as_object(name, arguments, 'parameters')}]<|END_ACTION|>",
+        "Command": f"<|START_ACTION|>[{as_object(name, arguments, 'parameters', 'tool_name')}]<|END_ACTION|>",
         "Llama": as_object(name, arguments, "parameters"),
         "gpt-oss": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{values}<|call|>",
     }[form.split()[0]]
@@ -282,3 +282,79 @@ def test_words_between_calls_stay():
 def test_an_opening_mark_alone_is_text(form):
     opens = written(form, "look", {}).partition("look")[0]
     assert form == "gpt-oss" or read(form, opens).content == opens
+
+
+@pytest.mark.parametrize("form", [form.name for form in FORMS if not form.closes])
+@pytest.mark.parametrize("cut", [False, True])
+def test_words_behind_a_call_that_no_mark_ends(form, cut):
+    """Stay words, also where the answer was cut in them; what may be a damaged call is one text with it."""
+    call = written(form, "look", {"at": "Paris"})
+    for words in ("It is.", "\n\nDone"):
+        answer = read(form, f"{call} {words}", cut)
+        assert (answer.calls, answer.content) == ((Call("look", {"at": "Paris"}),), words.strip())
+    for damaged in (call + "}", call + ', "n": 1}', call[:-2] + " Done"):
+        assert read(form, damaged, cut).calls == ()
+    assert read(LLAMA, written(LLAMA, "Anna", {}) + " is a call").calls == ()
+
+
+def test_a_call_without_its_outer_marks():
+    inner = written(XML, "look", {"at": "a </function> b", "n": 2}).split("\n", 1)[1].removesuffix("\n</tool_call>")
+    call = Call("look", {"at": "a </function> b", "n": 2})
+    for text, words in ((inner, ""), (f"Ok. {inner}\n</tool_call>", "Ok."), (f"{inner}\nB.", "B.")):
+        answer = read(XML, text)
+        assert (answer.calls, answer.content) == ((call,), words)
+    assert read(XML, f"{inner}\n{inner}").calls == (call, call)
+    assert read(XML, f"{inner}\n<tool_call>\n{inner}\n</tool_call>").calls == (call, call)
+    for end in range(len(inner)):
+        whole_or_text(XML, inner[:end], (call,), cut=True)
+
+
+@pytest.mark.parametrize("form", [form.name for form in FORMS if form.opens])
+def test_a_call_ends_thoughts_that_have_no_end(form):
+    reader = AnswerReader(make_tokenizer(), f"{SOURCES[form]} </think>")
+    call = written(form, "look", {"at": "Paris"})
+    for opening in ("", "<think>"):
+        text = f"{'' if opening else '<think>'}Hm, so. {call}"
+        answer = reader.read_text(text, SCHEMAS, opening)
+        assert (answer.calls, answer.content, answer.reasoning) == ((Call("look", {"at": "Paris"}),), "", "Hm, so.")
+        for thought in (f"{text} or not", f"{text}</think>"):
+            answer = reader.read_text(thought, SCHEMAS, opening)
+            assert (answer.calls, answer.content) == ((), "") and call in answer.reasoning
+        assert reader.read_text(text, SCHEMAS, opening, cut=True).calls == ()
+        stream = reader.stream(SCHEMAS, opening)
+        said = "".join(said for sign in text for _, said in stream.add(sign)) + "".join(t for _, t in stream.end())
+        assert (tuple(stream.calls), said) == ((Call("look", {"at": "Paris"}),), "Hm, so.")
+
+
+GRANITE, MISTRAL = "Granite <|tool_call|>", "Mistral [TOOL_CALLS]"
+WEATHER, TOKYO = '{"name": "weather", "arguments": {"city": "Tokyo"}}', Call("weather", {"city": "Tokyo"})
+
+
+# What other servers' tests of their parsers have models write.
+@pytest.mark.parametrize(
+    ("form", "text", "calls", "content"),
+    [
+        (HERMES, f"Sure.<tool_call>{WEATHER}</tool_call><tool_call>{WEATHER}</tool_call>", 2, "Sure."),
+        (HERMES, f"<tool_call>\n{WEATHER}", 1, ""),
+        (HERMES, f"<tool_call>\n{WEATHER[:-1]}", 0, f"<tool_call>\n{WEATHER[:-1]}"),
+        (
+            HERMES,
+            '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Tokyo\\"}"}</tool_call>',
+            1,
+            "",
+        ),
+        (GRANITE, f"Let me look.\n<|tool_call|> [\n  {WEATHER},\n  {WEATHER}\n]\nDone.", 2, "Let me look.\n\nDone."),
+        (GRANITE, '<|tool_call|> [{"arguments": {"city": "Tokyo"}, "name": "weather"}]', 1, ""),
+        (GRANITE, 'Some text [{"name": "weather"}]', 0, 'Some text [{"name": "weather"}]'),
+        (MISTRAL, f"Hello[TOOL_CALLS] [{WEATHER}]\nextra", 1, "Hello\nextra"),
+        (MISTRAL, '[TOOL_CALLS]weather{"city": "Tokyo"}[TOOL_CALLS]weather{"city": "Tokyo"}', 2, ""),
+        (MISTRAL, "[TOOL_CALLS] not json at all", 0, "[TOOL_CALLS] not json at all"),
+        (MISTRAL, f"[TOOL_CALLS]  junk [{WEATHER}] trail", 0, f"[TOOL_CALLS]  junk [{WEATHER}] trail"),
+    ],
+)
+def test_what_other_servers_are_tested_with(form, text, calls, content):
+    answer = reader_of(form).read_text(text, {"weather": {}})
+    assert (answer.calls, answer.content) == ((TOKYO,) * calls, content)
+    stream = reader_of(form).stream({"weather": {}})
+    pieces = [*(piece for sign in text for piece in stream.add(sign)), *stream.end()]
+    assert (tuple(stream.calls), "".join(said for _, said in pieces)) == (answer.calls, content)

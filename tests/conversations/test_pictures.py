@@ -404,3 +404,16 @@ def test_a_turn_may_have_its_own_column():
     turn = {"role": "user", "content": "What?", "images": [DATA.partition(",")[2]]}
     [message] = read_messages([turn], pictures=ACCESS)
     assert message["content"] == f"{PICTURE}What?" and len(pictures_of(message)) == 1
+
+
+@pytest.mark.parametrize("mode", ["I;16", "L", "RGB"])
+def test_a_transparent_value_is_white(mode):
+    """Of PNGs without an alpha channel."""
+    kind, most = (np.uint16, 65535) if mode == "I;16" else (np.uint8, 255)
+    values = np.array([[0, most, most // 5]], kind)
+    values = np.repeat(values[..., None], 3, 2) if mode == "RGB" else values
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG", transparency=(0, 0, 0) if mode == "RGB" else 0)
+    with Image.open(file) as image:
+        assert image.mode == mode
+        assert np.asarray(rgb(image))[0, :, 0].tolist() == [255, 255, 51]

@@ -11,7 +11,9 @@ import pytest
 import jaxtune
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.generate import training_logprobs
+from jaxtune.models.generation.limits import that_count
 from jaxtune.models.generation.requests import Piece
+from jaxtune.models.generation.sampling import Sampling
 from jaxtune.serve.bodies import read_chat, read_completion
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.forms import Answer
@@ -286,3 +288,14 @@ def test_requests_of_a_user_are_one_clients(tokenizer):
     readable = {"m": Readable("m", tokenizer)}
     for body, client in (({}, ""), ({"user": "u"}, "u"), ({"user": "u", "safety_identifier": "s"}, "s")):
         assert read_completion({"model": "m", "prompt": "a", **body}, readable, {"m": 99}).client == client
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_filters_that_programs_send_beside_temperature_0(temperature):
+    """The server and lm-eval leave them out; in Python's calls they are errors."""
+    sent = {"temperature": temperature, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2}
+    kept = that_count(sent)
+    assert Sampling(**kept).repetition_penalty == 1.2 and (kept == sent) == (temperature > 0)
+    if temperature == 0:
+        with pytest.raises(ValueError, match="no effect"):
+            Sampling(**sent)

@@ -195,3 +195,24 @@ def test_the_openai_package(port):
     assert [model.id for model in client.models.list()] == ["base", "mine"]
     with pytest.raises(openai.BadRequestError, match="top_p"):
         client.completions.create(model="base", prompt="a", top_p=3.0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stream_options": {"include_obfuscation": False}},
+        {"include": ["reasoning.encrypted_content"]},
+        {"include": []},
+        {"max_tool_calls": 3},
+        {"text": {"verbosity": "medium"}},
+        {"store": False, "truncation": "disabled", "service_tier": "auto", "metadata": {"a": "b"}, "background": False},
+    ],
+)
+def test_what_agents_send_and_asks_for_nothing(body):
+    served = stub_model("m", None, load_tokenizer(BASE))
+    asked = {"model": "m", "input": "x"}
+    rows = [read_responses(each, {"m": served.readable}, {"m": 999}).rows[0] for each in (asked, asked | body)]
+    assert rows[0].prompt == rows[1].prompt
+    for refused in ({"include": ["message.output_text.logprobs"]}, {"text": {"verbosity": "low"}}):
+        with pytest.raises(ApiError, match="include|verbosity"):
+            read_responses(asked | refused, {"m": served.readable}, {"m": 999})

@@ -74,6 +74,7 @@ def test_an_answer_is_that_of_generate(models, port, name):
         "completion_tokens": len(ids),
         "total_tokens": len(prompt) + len(ids),
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert answer["model"] == name and choice["finish_reason"] == ("stop" if len(ids) < 24 else "length")
     other = models["mine" if name == "base" else "base"].model

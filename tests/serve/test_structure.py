@@ -23,7 +23,7 @@ from jaxtune.models.generation.requests import _accepted, accept_all, fill_masks
 from jaxtune.serve.bodies import read_chat
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.served import Readable, ServedModel
-from tests.conversations.test_calls import SOURCES, as_object, written
+from tests.conversations.test_calls import SOURCES, written
 from tests.serve.running import BASE, ask, engine_of, events, served_models, serving
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer
 
@@ -253,7 +253,7 @@ def test_a_grammar_that_takes_long_fails(compiler, tokenizer):
                 assert rule.mask() is not None and not rule.accept([token])
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.body], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("many", [False, True])
 def test_calls_of_each_family_are_read_again(tokenizer, compiler, form, many):
     """Random texts of the grammar, by the family's own parser."""
@@ -273,7 +273,12 @@ def test_calls_of_each_family_are_read_again(tokenizer, compiler, form, many):
         rule, ids = compiler.constraint(grammar), []
         for _ in range(150):
             mask = rule.mask()
-            ids.append(draw.choice([i for i in range(len(tokenizer)) if mask[i // 32] >> (i % 32) & 1]))
+            allowed = [i for i in range(len(tokenizer)) if mask[i // 32] >> (i % 32) & 1]
+            ids.append(
+                tokenizer.eos_token_id
+                if allowed[0] == tokenizer.eos_token_id and draw.random() < 0.5
+                else draw.choice(allowed)
+            )
             if rule.accept(ids[-1:]):
                 answer = reader.read(ids, schemas, ends=[tokenizer.eos_token_id])
                 assert answer.calls and not answer.content and (many or len(answer.calls) == 1)
@@ -313,9 +318,6 @@ def test_calls_stay_possible_beside_an_answers_form(name, said):
     if form is None:  # gpt-oss calls before the text that follows the grammar
         assert grammar == read_chat({**asked, "tools": None}, {"m": served}, {"m": 9999}).rows[0].grammar
         return
-    if form.body:
-        call = as_object("look", {"at": "Paris"}, "parameters" if form.leading else "arguments")
-        call = form.opens + (f"[{call}]" if form.body == "list" else call) + form.closes
     compiler = grammars.Grammars(made, [made.eos_token_id], len(made))
     for text, allowed in ((call, True), (said, True), ("It is", False)):
         rule, follows = compiler.constraint(grammar), True
@@ -438,11 +440,11 @@ def test_what_is_not_followed_is_said_by_its_key(tokenizer, body, param):
     assert (error.value.status, error.value.param) == (400, param)
 
 
-def test_calls_that_are_no_json_cannot_be_required(tokenizer):
+def test_calls_that_are_messages_cannot_be_required(tokenizer):
     shown = copy.deepcopy(tokenizer)
-    shown.chat_template = "tools <tool_call><function= {{ messages }}"
+    shown.chat_template = "tools functions. <|channel|> <|message|> {{ messages }}"
     body = {"model": "m", "messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
-    with pytest.raises(ApiError, match="are no JSON"):
+    with pytest.raises(ApiError, match="are messages"):
         read_chat(body, {"m": Readable("m", shown)}, {"m": 999})
 
 

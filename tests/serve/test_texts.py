@@ -198,3 +198,44 @@ def test_numbers_that_json_has_no_words_for_are_null():
     found = json.loads(encoded(body), parse_constant=refused)
     want = {"logprobs": [1.5, None, None, None], "top": [{"a": None}]}
     assert found == {**body, **want}
+
+
+def test_a_row_ends_where_the_client_reads_a_stop(tokenizer):
+    """Also where special tokens are between its letters, or where it is one."""
+    [user] = (number for number, token in tokenizer.added_tokens_decoder.items() if str(token) == "<|user|>")
+    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ST", "OP and on"))
+    ids = [*first, user, *second]
+    end = StopStrings(["STOP"], tokenizer).end(ids, 0)
+    assert end is not None and tokenizer.decode(ids[:end], skip_special_tokens=True) == "STOP"
+    found, _ = pieces(tokenizer, ids, ["STOP"], random.Random(0))
+    assert "".join(found) == ""
+    assert StopStrings(["<|user|>"], tokenizer).end(ids, 0) == len(first) + 1
+
+
+THINKING = [("</think>", "<think>Hm, so.</think>", "Four."), ("</think>", "", "Four."), ("</think>", "<think>Hm", "")]
+THINKING += [
+    (
+        "<|channel|> <|message|>",
+        "<|channel|>analysis<|message|>Hm.<|end|>",
+        "<|start|>assistant<|channel|>final<|message|>Four.",
+    )
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("source", "thoughts", "answer"), THINKING)
+def test_tokens_of_thoughts_are_counted(tokenizer, source, thoughts, answer, stream):
+    reader = AnswerReader(tokenizer, source)
+    counted, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (thoughts, answer))
+    text = Text(functools.partial(reader.text, calls=False), (), reader.stream(None))
+    for token in [*counted, *rest]:
+        (text.add if stream else text.keep)([token])
+    text.end()
+    heads = len(tokenizer(thoughts[: thoughts.find("Hm")], add_special_tokens=False)["input_ids"]) if thoughts else 0
+    assert abs(text.thought_tokens - (len(counted) - heads)) <= (1 if thoughts else 0)
+    opened = Text(functools.partial(reader.text, calls=False), (), reader.stream(None, "<think>"))
+    if source == "</think>" and answer and thoughts:
+        for token in [*counted[heads:], *rest]:
+            opened.add([token])
+        opened.end()
+        assert abs(opened.thought_tokens - (len(counted) - heads)) <= 1

@@ -122,7 +122,7 @@ class Admission:
         if not self._ready.beside:
             yield from self.waiting
             return
-        kind, masks = kind_of(self._rows.taken), self._rows.constrained
+        kind, masks = kind_of(self._rows.taken), self._rows.follows
         for request in [*self.waiting]:
             if (grows or request.limit <= self._caches.capacity) and self._serves(request, kind, masks):
                 yield request

@@ -59,6 +59,7 @@ def assembled(
     count, weights = plan.slots * devices, model.weights
     vocab_size = weights.structure.config.vocab_size
     rows = SlotRows(programs, count, vocab_size, tower is not None, compiles_beside, division)
+    rows.lets_wait = not (deterministic or exact)  # or what others sample decides which tokens are made anew
     caches = Caches(programs, model, count, division)
     array = weights.leaves[0] if weights.are_arrays else jax.device_put(np.zeros(()))
     where = jax.sharding.SingleDeviceSharding(min(array.devices(), key=lambda device: device.id))

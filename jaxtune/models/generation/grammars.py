@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from jaxtune.conversations.answers import SPACES, AnswerReader
+from jaxtune.conversations.answers import AnswerReader, Mark
+from jaxtune.conversations.call_grammars import SPACES
 from jaxtune.conversations.tokenizing import Tokenizer
+from jaxtune.models.generation.call_constraints import CallConstraint, Compiled, Watched
 from jaxtune.models.generation.limits import NO_MASK
 from jaxtune.system.extras import install
 
@@ -81,6 +83,11 @@ def choice_grammar(choices: Sequence[str]) -> str:
 def lark_grammar(lark: str) -> str:
     """Of texts of a grammar in llguidance's dialect of Lark. ValueError for another one."""
     _require_few("rules", len(_RULE.findall(lark)))
+    return checked(_llguidance().LLMatcher.grammar_from_lark(lark))
+
+
+def calls_grammar(lark: str) -> str:
+    """Of calls as `AnswerReader.begun_call_grammar` gives them. ValueError if it is not followed."""
     return checked(_llguidance().LLMatcher.grammar_from_lark(lark))
 
 
@@ -165,7 +172,8 @@ class Grammars:
         self._width, self._tokenizer = (vocab_size + 31) // 32, tokenizer
         end_tokens = [token for token in ends if token < len(tokenizer)]
         # A request's rows have the same grammar, and nothing of it stays after them.
-        self._compiled: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
+        self._compiled: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
+        self._watched: dict[tuple[Mark, ...], Watched] = {}
         most = max(vocab_size, len(tokenizer))
         self._compiler, self._bits = _vocabulary(tokenizer, most, end_tokens), (most + 31) // 32
 
@@ -176,14 +184,14 @@ class Grammars:
 
         return cls(tokenizer, end_token_ids(model), model.config.vocab_size)
 
-    def compiled(self, grammar: str) -> _Compiled:
+    def compiled(self, grammar: str) -> Compiled:
         """What its rows share, anew unless one has it. ValueError: it is not followed."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             matcher = _llguidance().LLMatcher(self._compiler, grammar, log_level=0)
             if matcher.is_error():
                 raise ValueError(_first_words(matcher.get_error()))
-            compiled = self._compiled[grammar] = _Compiled(matcher)
+            compiled = self._compiled[grammar] = Compiled(matcher)
         return compiled
 
     def begun(self, grammar: str) -> LLMatcher:
@@ -197,6 +205,17 @@ class Grammars:
     def after_thoughts(self, grammar: str, prompt_ids: Sequence[int], reader: AnswerReader) -> GrammarConstraint:
         """Of the answer to a prompt in `reader`'s chat template."""
         return self.constraint(grammar, *reader.before_content(prompt_ids, reader.opening(prompt_ids)))
+
+    def of_calls(self, grammar: str, reader: AnswerReader, thinks: bool) -> CallConstraint:
+        """Of an answer that may call tools.
+
+        grammar: of `calls_grammar`.
+        reader: of the answer.
+        thinks: whether the row begins within thoughts.
+        """
+        if (watched := self._watched.get(marks := tuple(reader.marks))) is None:
+            watched = self._watched[marks] = Watched(self._tokenizer, *marks)
+        return CallConstraint(self.compiled(grammar), self._width, self._bits, watched, thinks)
 
     def constraint(
         self, grammar: str, thoughts_end: re.Pattern[str] | None = None, thinks: bool = False, opens: int | None = None
@@ -215,13 +234,6 @@ class Grammars:
         return GrammarConstraint(compiled, self._width, self._bits, decode, thoughts_end, thinks, opens)
 
 
-class _Compiled:
-    """A grammar's matcher before its first token."""
-
-    def __init__(self, matcher: LLMatcher):
-        self.matcher = matcher
-
-
 class GrammarConstraint:
     """A `requests.Constraint`: any thoughts, then a text of the grammar.
 
@@ -230,7 +242,7 @@ class GrammarConstraint:
 
     def __init__(
         self,
-        first: _Compiled,
+        first: Compiled,
         width: int,
         bits: int,
         decode: Callable[[Sequence[int]], str],

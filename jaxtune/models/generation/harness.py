@@ -31,6 +31,7 @@ except ImportError as error:
 from jaxtune.conversations.prompts import prompt_tokens
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
+from jaxtune.models.generation.limits import FILTERS, that_count
 from jaxtune.models.generation.prefixes import worthwhile_bytes
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.hf import from_pretrained
@@ -38,7 +39,7 @@ from jaxtune.models.hf import from_pretrained
 _SHORTEST = 32  # rows are padded to at least this many tokens
 _CHUNK = 512  # how many tokens' logits exist at a time
 # The settings of a task that `generate` takes, by transformers' names, and their defaults.
-_SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_SAMPLING = {**FILTERS, "repetition_penalty": 1.0}
 
 
 class JaxtuneLM(TemplateLM):
@@ -194,6 +195,7 @@ class JaxtuneLM(TemplateLM):
             if not settings.pop("do_sample", temperature > 0):
                 temperature = 0.0
             options = {name: settings.pop(name, default) for name, default in _SAMPLING.items()}
+            options.update(that_count({**options, "temperature": temperature}))
             if settings:
                 raise ValueError(f"JaxtuneLM: {', '.join(sorted(settings))} of generation_kwargs is not supported")
             if not new < self.max_length:
@@ -210,7 +212,6 @@ class JaxtuneLM(TemplateLM):
             rows = sampler.run(
                 prompts,
                 new,
-                temperature,
                 seed=[self.seed + index for index in indices],
                 in_order=False,
                 stop_strings=until,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
@@ -45,6 +46,21 @@ class Constraint(Protocol):
     def accept(self, tokens: Sequence[int]) -> bool:
         """Takes the row's new tokens; True: its text is complete. ValueError: the row cannot go on, and ends."""
         ...
+
+
+@runtime_checkable
+class Waiting(Constraint, Protocol):
+    """A Constraint that lets any tokens pass for a while, in which rounds are dispatched ahead.
+
+    waits: whether it does.
+    dropped: how many of the tokens that it took last the row does not keep, as they were made before it knew what may
+    come: the row goes back.
+    """
+
+    @property
+    def waits(self) -> bool: ...
+
+    dropped: int
 
 
 @runtime_checkable
@@ -151,8 +167,8 @@ def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class StopStrings:
-    """Finds the token that completes one of several strings in the new text of a row. Raises ValueError without a
-    tokenizer or for an empty string.
+    """Finds the token that completes one of several strings in the new text of a row, with its special tokens or
+    without, as it is shown. Raises ValueError without a tokenizer or for an empty string.
 
       caller: the caller's name, for errors.
     """
@@ -179,8 +195,9 @@ class StopStrings:
         return next((count for count in range(searched_count + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
-        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        return any(string in text for string in self._strings)
+        decode = functools.partial(self._tokenizer.decode, tokens, clean_up_tokenization_spaces=False)
+        texts = (decode(skip_special_tokens=without) for without in (False, True))
+        return any(string in text for text in texts for string in self._strings)
 
 
 class PromptPictures(NamedTuple):
@@ -288,6 +305,11 @@ class Request:
     client: tuple[Hashable, ...] = ()  # who asks; see `in_turns`
     constraint: Constraint | None = None
     adapter: int = 0  # its number in the sampler; 0: none
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its next token needs a mask."""
+        return self.constraint is not None and not getattr(self.constraint, "waits", False)
 
     def take(self, tokens: list[int], accepted: bool | ValueError = False) -> tuple[list[int], FinishReason | None]:
         """Adds the device's new tokens, up to the one that completes a stop string. Returns (these, why the row ends or

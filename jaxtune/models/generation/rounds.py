@@ -178,16 +178,18 @@ class Rounds:
         ahead.end()
         rows: dict[int, list[int]] = {}  # slots whose rows have not ended, and their new tokens
         by_slot, logprobs_by_slot = tokens.T.tolist(), logprobs.T.tolist()
-        for slot, (request, _) in oldest.requests.items():
+        for slot, (request, placements) in oldest.requests.items():
             request.ahead -= oldest.steps
+            has_left = request.placements != placements or self._rows.requests[slot] is not request
             if not request.done:  # by a stop string or a cancellation that the device did not know of yet
-                rows[slot] = by_slot[slot][: int(counts[slot])]
+                rows[slot] = [] if has_left else by_slot[slot][: int(counts[slot])]
         followed = {slot: its for slot in rows if (its := oldest.requests[slot][0].constraint) is not None}
         accepted = dict(zip(followed, accept_all([(followed[slot], rows[slot]) for slot in followed]), strict=True))
         for slot, new_tokens in rows.items():
             request, placements = oldest.requests[slot]
+            dropped = getattr(followed.get(slot), "dropped", 0)
             try:
-                ids, reason = request.take(new_tokens, accepted.get(slot, False))
+                ids, reason = request.take(new_tokens[: len(new_tokens) - dropped], accepted.get(slot, False))
             except ValueError as error:  # of its constraint
                 yield NewTokens(request, [], [], [], "failed", str(error))
                 continue
@@ -196,7 +198,10 @@ class Rounds:
             # made no token either, but has left its slot.
             paused = reason is None and len(new_tokens) < oldest.steps and request.placements == placements
             paused = paused and self._rows.requests[slot] is request
-            if paused:
+            if dropped and reason is None:
+                paused = True
+                self._rows.end(slot)
+            elif paused:
                 self._rows.requests[slot] = None
             yield NewTokens(request, ids, logprobs_by_slot[slot][: len(ids)], tops, reason, paused=paused)
 

@@ -426,7 +426,8 @@ class Sampler:
           frequency_penalty: subtracted from them as often as it contains them.
           logit_bias: {token id: what is added to its logit}; None: nothing.
           min_new_tokens: no end token or stop string ends the row before.
-          constraint: which tokens the row may make; while one such row decodes, no round is dispatched ahead.
+          constraint: which tokens the row may make; while one such row decodes, no round is dispatched ahead,
+            unless it is a `Waiting` one that waits.
           client: who asks: rows that wait take turns between clients (requests.in_turns).
           pictures: of the prompt, for a model with its tower; None: text alone.
           adapter: its name; None: the model alone.

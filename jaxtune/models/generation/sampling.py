@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models.generation.limits import MOST_RANKED
+from jaxtune.models.generation.limits import FILTERS, MOST_RANKED
 
 type Array = jax.Array | np.ndarray
 
@@ -89,7 +89,7 @@ class Sampling:
         ):
             if not right:
                 raise ValueError(f"generate: {key} = {getattr(self, key)!r}: must be {must}")
-        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
+        if self.temperature == 0 and any(getattr(self, key) != neutral for key, neutral in FILTERS.items()):
             raise ValueError(
                 f"generate: top_k = {self.top_k}, top_p = {self.top_p}, min_p = {self.min_p} have no effect with "
                 "temperature = 0, which takes the likeliest token: set a temperature, or drop them"

@@ -59,6 +59,7 @@ class SlotRows:
         self.seen: device.Array | None = None
         self._unchanged = self._put((self._changed.copy(), jax.tree.map(np.copy, self._new_live)))
         self._sent: device.Rows | None = None  # as the last round got them; None after a change
+        self.lets_wait = True  # whether rounds are dispatched ahead while a constraint waits
         self._masks: np.ndarray | None = None  # Rows.masks, of the rows in the slots of `_masked`
         self._masked: set[int] = set()
 
@@ -90,6 +91,12 @@ class SlotRows:
 
     @property
     def constrained(self) -> bool:
+        """Whether a row's next token needs a mask."""
+        return any(request.is_constrained if self.lets_wait else request.constraint for request in self.taken)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a row's tokens may need masks."""
         return any(request.constraint is not None for request in self.taken)
 
     # ---- changes of slots
