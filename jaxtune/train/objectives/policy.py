@@ -386,6 +386,9 @@ class RLOO(GRPO):
     normalize_advantages: bool = False
     """To mean 0 and deviation 1 over a generation."""
 
+    reward_clip_range: tuple[float, float] | None = None
+    """The least and greatest weighted reward of an answer."""
+
     name: ClassVar[str] = "rloo"  # by which objective.name selects it
 
     @property
@@ -421,6 +424,7 @@ class RLOO(GRPO):
             kl=kl,
             beta=self.losses.beta,
             normalize=self.normalize_advantages,
+            clip=self.reward_clip_range,
         )
 
     def _sums(self, answers: Answers, scale: jax.Array | float) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
