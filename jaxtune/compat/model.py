@@ -133,6 +133,11 @@ class CompatModel:
         return has_adapter(self.module)
 
     @property
+    def peft_config(self) -> dict[str, AdapterConfig | None]:
+        """PEFT's: {"default": the adapter's settings}; {} without an adapter."""
+        return {"default": self.adapter} if self.has_adapter else {}
+
+    @property
     def device(self) -> object:
         """The device of the model's first array; of several, the one with the lowest id."""
         leaf = jax.tree.leaves(nnx.state(self.module))[0]

@@ -798,9 +798,11 @@ def _ready(rows: object, data: DataConfig) -> object:
 def _unlogged(trainer: Trainer) -> dict[str, float]:
     """Means of the objective's numbers over the steps after the last logged one, which TRL's closing line has."""
     objective, every = objective_of(trainer.config.objective), trainer.config.metrics.log_every
-    names = ["aux_loss", *objective.metrics(dict.fromkeys(("loss", "count", *objective.sums), 0.0))]
+    own = {"aux_loss", *objective.metrics(dict.fromkeys(("loss", "count", *objective.sums), 0.0))}
+    own |= {"reward", "reward_std", "frac_reward_zero_std", "kl"}
+    names = dict.fromkeys(name for line in trainer.history for name in line if name in own or "/" in name)
     lines = [line for line in trainer.history if "loss" in line and line["step"] > trainer.steps_done // every * every]
-    found = {name: [line[name] for line in lines if name in line] for name in names}
+    found = {name: [line[name] for line in lines if isinstance(line.get(name), int | float)] for name in names}
     return {name: sum(values) / len(values) for name, values in found.items() if values}
 
 
