@@ -11,10 +11,9 @@ import trl_suite
 
 PACKAGE = Path(sys.prefix) / "wheels" / "trl-0.23.1.tar.gz"  # scripts/setup_env.sh
 # A test of each thing that only these tests use together; some train, the others end in the trainer's making.
-QUICK = (
-    "test_train_moe_model_with_aux_loss or test_train_with_multiple_eval_dataset or test_train_with_pretokenized_data or "
-    "test_eval_packing or test_tag_added or test_train_dense_with_peft_config_and or processing_class or test_init_minimal "
-    "or test_training_different_reward_model or test_train_dft_loss or prompt_tuning or set_chat_template"
+QUICK = " or ".join(
+    ("aux_loss", "multiple_eval_dataset", "pretokenized", "tag_added", "peft_model_and_gradient", "processing_class")
+    + ("init_minimal", "different_reward_model", "dft_loss", "prompt_tuning", "set_chat_template", "eval_packing")
 )
 # DPO's, KTO's and the reward trainer's tests of that version are of methods that TRL no longer has.
 FILES = ("test_sft_trainer.py", "test_grpo_trainer.py", "test_rloo_trainer.py")

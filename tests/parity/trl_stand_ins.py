@@ -169,6 +169,7 @@ def _turns(kind: str, index: int) -> dict[str, object]:
 
 
 def _of_name(name: str, config: str) -> datasets.DatasetDict:
+    config = config or "language_modeling"
     if name.endswith("/zen"):
         form, _, kind = config.partition("_")
         rows = [{"standard": _texts, "conversational": _turns}[form](kind, index) for index in range(19)]

@@ -257,11 +257,14 @@ class GRPO(Declared):
         )
 
     def zero_gradient(self, line: Mapping[str, float]) -> str | None:
-        """Also where ratios are clipped, which only weights do that have changed since the answers were sampled; those
-        above `delta` are in no metric.
+        """Also where ratios are clipped, which only weights do that have changed since the answers were sampled (those
+        above `delta` are in no metric), and where answers are masked: their loss is the mean of their advantages, whose
+        sum is 0 but for rounding.
         """
         if line.get("clip_ratio/region_mean", 0.0) > 0.0:
             return "the ratios of all answers that have an advantage are clipped"
+        if self.settings.mask_truncated_completions and line.get("completions/clipped_ratio", 0.0) > 0.0:
+            return "its answers reach max_completion_length, and have no part in the loss"
         return super().zero_gradient(line)
 
     def check(self, model: Decoder) -> None:
