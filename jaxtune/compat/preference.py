@@ -248,6 +248,13 @@ class ReferencedTrainer(PreferenceTrainer):
             ref_model = None  # the model as it is before training, which is the reference
         self.ref_model = self._reference_model(model, ref_model, args)
         super().__init__(model, args, *others, **arguments)
+        if self.ref_model is not None:
+            sizes = [each.module.config.vocab_size for each in (self.ref_model, self.model)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"{type(self).__name__}: ref_model has a vocabulary of {sizes[0]:,} tokens, and the model one of "
+                    f"{sizes[1]:,}: give a reference with the model's tokens"
+                )
         self._references: dict[str, np.ndarray] = {}  # by identity of the rows
         if self.ref_model is None and trained_before(self.model.module):
             self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
@@ -399,9 +406,11 @@ class KTOTrainer(ReferencedTrainer):
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
         """As PreferenceTrainer; of pairs each answer becomes a row, as in TRL."""
-        columns = [] if isinstance(dataset, str | os.PathLike) else columns_of(dataset, type(self).__name__)
-        if "completion" not in columns and {"chosen", "rejected"} <= set(columns):
-            dataset = unpaired(dataset)
+        if not isinstance(dataset, str | os.PathLike):
+            dataset = dataset if hasattr(dataset, "column_names") else list(dataset)
+            columns = columns_of(dataset, type(self).__name__)
+            if "completion" not in columns and {"chosen", "rejected"} <= set(columns):
+                dataset = unpaired(dataset)
         return super()._read(dataset, formatting_func)
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,8 @@ from flax import nnx
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.settings import SFTConfig
 from jaxtune.compat.transformers_names import load_plain, with_dtype
-from jaxtune.train.sampled.reward_functions import Turns
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from jaxtune.compat.vision import plain_tokenizer
+from jaxtune.train.sampled.reward_functions import RewardFunction, Turns
 
 _AT_ONCE = 8  # texts
 _SHORTEST = 64  # tokens to which texts are padded; longer ones to a power of two
@@ -35,7 +32,7 @@ class RewardModel:
     def __init__(
         self,
         model: CompatModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer=None,
         template_arguments: Mapping[str, object] | None = None,
     ):
         if model.module.config.head.outputs != 1:
@@ -43,7 +40,7 @@ class RewardModel:
                 f"reward_funcs has a model that does not score texts, because {model.module.config.head.description}: "
                 "give one of RewardTrainer, or of AutoModelForSequenceClassification.from_pretrained(num_labels=1)"
             )
-        self.model, self.tokenizer = model, model.tokenizer if tokenizer is None else tokenizer
+        self.model, self.tokenizer = model, plain_tokenizer(model.tokenizer if tokenizer is None else tokenizer)
         source = model.module.source
         self.__name__ = "reward_model" if source is None else os.path.basename(os.path.normpath(source.path))
         self._template_arguments = dict(template_arguments or {})
@@ -89,8 +86,8 @@ class RewardModel:
 
 
 def with_reward_models(
-    name: str, functions: Sequence[object], tokenizers: object, args: SFTConfig
-) -> tuple[list[object], list[object]]:
+    name: str, functions: Sequence[RewardFunction | str | CompatModel], tokenizers: object, args: SFTConfig
+) -> tuple[list[RewardFunction], list[object]]:
     """(reward functions, with models by name or as CompatModels replaced by RewardModels; their tokenizers, None for a
     function). ValueError for another number of tokenizers. name: the trainer's.
     """
@@ -101,7 +98,7 @@ def with_reward_models(
             f"{name}: the number of reward processing classes ({len(given)}) must match the number of reward functions "
             f"({len(functions)}): give a list with an entry for each, None for a function"
         )
-    replaced: list[object] = []
+    replaced: list[RewardFunction] = []
     for function, tokenizer in zip(functions, given, strict=True):
         if isinstance(function, str | os.PathLike):
             loading = with_dtype(function, args.model_init_kwargs) | {"num_labels": 1}

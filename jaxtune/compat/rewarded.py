@@ -247,15 +247,16 @@ class RewardedTrainer(PreferenceTrainer):
         self._rollout_func, self.rollout_model = rollout_func, None
         if rollout_func is not None and self._tools is not None:
             raise ValueError(f"{name}: rollout_func samples answers itself; leave out tools and environment_factory")
-        listed = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        self._functions: list[RewardFunction] = [] if reward_funcs is None else list(listed)
-        for argument in self._functions:
+        functions: list = []
+        if reward_funcs is not None:
+            functions += reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        for argument in functions:
             if not callable(argument) and not isinstance(argument, str | os.PathLike):
                 raise ValueError(
                     f"{name}: reward_funcs has {shown(argument)}; give functions of (prompts, completions, **columns) "
                     "that return a list of numbers, or reward models"
                 )
-        if not self._functions and not environment_factory and rollout_func is None:
+        if not functions and not environment_factory and rollout_func is None:
             unknown = {one: value for one, value in others.items() if one not in self.table and one not in self.older}
             settle(name, unknown, {}, RewardedTrainer.__init__)  # perhaps they are under another name
             raise ValueError(
@@ -267,7 +268,7 @@ class RewardedTrainer(PreferenceTrainer):
         if eval_dataset is not None:
             require_one_set(eval_dataset, name, "eval_dataset")
         self._functions, self.reward_processing_classes = with_reward_models(
-            name, self._functions, reward_processing_classes, config
+            name, functions, reward_processing_classes, config
         )
         evaluates = plain_value(config.eval_strategy) not in ("no", None) or config.eval_on_start
         if evaluates and (self._tools is not None or rollout_func is not None):

@@ -38,11 +38,14 @@ class Tokenised(Sequence):
 
     def __getitem__(self, index):
         if isinstance(index, str):  # a column
-            return [row[index] for row in self]
+            return [self._row(number)[index] for number in range(len(self))]
         if isinstance(index, slice):  # as of a datasets.Dataset, the columns of these rows
-            rows = [self[i] for i in range(*index.indices(len(self)))]
+            rows = [self._row(number) for number in range(*index.indices(len(self)))]
             return {name: [row[name] for row in rows] for name in self.column_names}
-        return dict(zip(self.column_names, self._rows(range(len(self))[index]), strict=True))
+        return self._row(range(len(self))[index])
+
+    def _row(self, number: int) -> dict[str, object]:
+        return dict(zip(self.column_names, self._rows(number), strict=True))
 
     @classmethod
     def of(cls, data: TokenDataset) -> Tokenised:
@@ -188,10 +191,9 @@ def rows_and_format(
     if is_stream(dataset):
         return _streamed(dataset, text_field, formatting_func)
     is_path = isinstance(dataset, str | os.PathLike)
-    if not is_path:
-        dataset = dataset if hasattr(dataset, "column_names") else list(dataset)
-        if "input_ids" in columns_of(dataset, "SFTTrainer"):
-            return given_tokens(dataset, completion_only), TOKENS
+    dataset = dataset if is_path or hasattr(dataset, "column_names") else list(dataset)
+    if not is_path and "input_ids" in columns_of(dataset, "SFTTrainer"):
+        return given_tokens(dataset, completion_only), TOKENS
     if formatting_func is not None:
         if is_path:
             raise ValueError(

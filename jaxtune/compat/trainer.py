@@ -810,7 +810,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
     atomic_write(path, json.dumps(values, indent=4, sort_keys=True, default=float) + "\n")
 
 
-def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+def _renamed(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """{"test_loss": ...} for {"eval_loss": ...} and the prefix "test"."""
     return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}
 

@@ -345,8 +345,8 @@ class DPO(Referenced):
             right, wrong = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
             return (-(1.0 - smoothing) * right + smoothing * wrong) / (1.0 - 2.0 * smoothing), {}
         if self.loss_type == "exo_pair":  # arXiv 2402.00856: the divergence from the labels' distribution
-            parts = ((logits, math.log1p(-smoothing)), (-logits, math.log(smoothing)))
-            return sum(jax.nn.sigmoid(x) * (jax.nn.log_sigmoid(x) - label) for x, label in parts), {}
+            right = jax.nn.sigmoid(logits) * (jax.nn.log_sigmoid(logits) - math.log1p(-smoothing))
+            return right + jax.nn.sigmoid(-logits) * (jax.nn.log_sigmoid(-logits) - math.log(smoothing)), {}
         return _smoothed(logits, smoothing), {}
 
     def _scores(self, ratios: jax.Array) -> jax.Array:
