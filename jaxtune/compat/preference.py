@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -376,7 +376,7 @@ class ORPOTrainer(PreferenceTrainer):
 _UNPAIRED_AT_ONCE = 1_000  # the pairs whose chosen answers TRL puts before their rejected ones
 
 
-def unpaired(pairs: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
+def unpaired(pairs) -> list[dict[str, object]]:
     """Labelled rows of preference pairs, in TRL's order. Texts without a prompt have what both begin with for one."""
     rows: list[dict[str, object]] = []
     for batch in itertools.batched(pairs, _UNPAIRED_AT_ONCE):
@@ -404,7 +404,7 @@ class KTOTrainer(ReferencedTrainer):
     form = LABELLED  # the name of the rows' format
     columns = ("completion", "label")
 
-    def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
+    def _read(self, dataset, formatting_func: object) -> tuple[object, str]:
         """As PreferenceTrainer; of pairs each answer becomes a row, as in TRL."""
         if not isinstance(dataset, str | os.PathLike):
             dataset = dataset if hasattr(dataset, "column_names") else list(dataset)
