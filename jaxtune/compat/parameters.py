@@ -51,18 +51,19 @@ def named_parameters(module: Decoder) -> Iterator[tuple[str, Parameter]]:
             yield name, _parameter(module, variable)
         return
     adapted = {name for name, matrix in matrices(module) if matrix.lora is not None}
+    tensors = adapter_tensors(module)
     for name, variable in tensors_of(without_adapter(module)).items():
         layer, _, kind = name.rpartition(".")
-        if isinstance(variable, nnx.Param):
-            yield f"{_OF_PEFT}{layer}.modules_to_save.default.{kind}", _parameter(module, variable)
-        else:
-            inner = ".base_layer" if layer in adapted else ""
-            yield f"{_OF_PEFT}{layer}{inner}.{kind}", _parameter(module, variable)
-    for name, variable in adapter_tensors(module).items():
+        inner = ".base_layer" if layer in adapted else ".original_module" if _OF_PEFT + name in tensors else ""
+        yield f"{_OF_PEFT}{layer}{inner}.{kind}", _parameter(module, variable)
+    for name, variable in tensors.items():
         layer, found, kind = name.partition(".lora_")
         if found:
             matrix, _, end = kind.partition(".")
             yield f"{layer}.lora_{matrix}.default{'.' * bool(end)}{end}", _parameter(module, variable)
+        else:  # a head or embedding that is trained whole
+            layer, _, kind = name.rpartition(".")
+            yield f"{layer}.modules_to_save.default.{kind}", _parameter(module, variable)
 
 
 def _parameter(module: Decoder, variable: nnx.Variable | ExpertTensor) -> Parameter:
