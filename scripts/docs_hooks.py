@@ -83,9 +83,9 @@ def compat_tables() -> str:
             )
             for config in (compat.DPOConfig, compat.ORPOConfig, compat.KTOConfig, compat.RewardConfig, *sampling)
         },
-        "DPOTrainer, ORPOTrainer and KTOTrainer, beside those of SFTTrainer": ([], tables.REFERENCE_MODEL),
+        "DPOTrainer, ORPOTrainer and KTOTrainer, beside those of SFTTrainer": (["ref_model"], tables.REFERENCE_MODEL),
         "GRPOTrainer and RLOOTrainer, beside those of SFTTrainer": (
-            ["reward_funcs", "tools", "rollout_func", "environment_factory"],
+            ["reward_funcs", "reward_processing_classes", "tools", "rollout_func", "environment_factory"],
             {name: fate for name, fate in tables.REWARDED_TRAINER.items() if name not in tables.TRAINER},
         ),
         "DistillationTrainer and GKDTrainer, beside those of SFTTrainer": (

@@ -62,6 +62,9 @@ case "$folder" in
     # Programs whose configs jaxtune reads: their keys and defaults are read from these files, and nothing of them is installed.
     "$folder/bin/python" -m pip --disable-pip-version-check download -qq --retries 10 --no-deps -d "$folder/wheels" \
         axolotl==0.21.0 llamafactory==0.9.5 trl==1.16.0 transformers==5.24.0 unsloth==2026.10.9
+    # TRL's own trainer tests, of the last version whose source package has them.
+    "$folder/bin/python" -m pip --disable-pip-version-check download -qq --retries 10 --no-deps --no-binary trl \
+        -d "$folder/wheels" trl==0.23.1
     ;;
 *-aot)
     # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.

@@ -289,7 +289,7 @@ def test_what_is_trained_on(folder, tmp_path, dataset, settings, form, supervise
     assert trainer.config().data.format == form
     example = trainer.train_dataset[0]
     assert trainer.tokenizer.decode([token for token in example["labels"] if token != -100]) == supervised
-    assert len(trainer.train_dataset) == len(dataset) == len(trainer.train_dataset[:])
+    assert len(trainer.train_dataset) == len(dataset) == len(trainer.train_dataset[:]["labels"])
 
 
 def test_responses_only_by_markers_of_the_template(folder, tmp_path):
@@ -585,13 +585,48 @@ def test_rows_are_evaluated_alike_however_they_are_given(folder, tmp_path, train
         (GRPOTrainer, [{"prompt": "a"}] * 4, {"reward_funcs": len}),
     ],
 )
-@pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])
-def test_several_data_sets_by_name_are_refused(folder, tmp_path, trainer, rows, options, argument):
+def test_several_data_sets_by_name_are_refused(folder, tmp_path, trainer, rows, options):
     """Such as all splits of one, as datasets.load_dataset gives them without `split`."""
     args = trainer.config_type(output_dir=str(tmp_path / "run"), eval_strategy="epoch")
-    sets = {"train_dataset": rows, "eval_dataset": rows} | {argument: {"a": rows, "b": rows}}
-    with pytest.raises(ValueError, match=f"{trainer.__name__}: {argument} is a dict of data sets, with the keys a, b"):
-        trainer(load(folder)[0], args=args, **sets, **options)
+    rewards = trainer is GRPOTrainer  # whose evaluations answer one set
+    for argument in ("train_dataset", *(["eval_dataset"] if rewards else [])):
+        sets = {"train_dataset": rows, "eval_dataset": rows} | {argument: {"a": rows, "b": rows}}
+        with pytest.raises(TypeError, match=f"{trainer.__name__}: `{argument}` must be .*, with the keys a, b"):
+            trainer(load(folder)[0], args=args, **sets, **options)
+
+
+def test_a_dict_of_evaluation_sets_is_evaluated_in_the_run(folder, tmp_path):
+    """Each has its own line, with its name in the keys, and what `evaluate` says of it afterwards."""
+    sets = {"a": [{"text": "a b"}] * 2, "a_b": [{"text": "c d e"}, {"text": "f"}]}
+    settings = dict(output_dir=str(tmp_path / "run"), max_steps=2, eval_strategy="steps", eval_steps=2)
+    args = SFTConfig(**settings, metric_for_best_model="a_b_loss", load_best_model_at_end=True)
+    measured = []
+    made = SFTTrainer(
+        load(folder)[0],
+        args=args,
+        train_dataset=[{"text": "a b c"}] * 4,
+        eval_dataset=sets,
+        compute_metrics=lambda prediction: measured.append(len(prediction.predictions)) or {"rows": len(measured)},
+    )
+    made.train()
+    lines = [line for line in made.state.log_history if any(key.startswith("eval_") for key in line)]
+    assert [line["step"] for line in lines] == [2, 2] and len(measured) == 2
+    assert "eval_a_loss" in lines[0] and not any(key.startswith("eval_a_b") for key in lines[0])
+    assert {"eval_a_b_loss", "eval_a_b_rows", "epoch"} <= lines[1].keys() and "eval_a_loss" not in lines[1]
+    assert made.state.best_metric == lines[1]["eval_a_b_loss"]
+    known = made.evaluate()
+    assert {name: known[f"eval_{name}_loss"] for name in sets} == {
+        name: pytest.approx(line[f"eval_{name}_loss"], rel=1e-5) for name, line in zip(sets, lines, strict=True)
+    }
+    assert known["eval_a_loss"] == made.evaluate(sets["a"])["eval_loss"]
+    assert {name: len(rows) for name, rows in made.eval_dataset.items()} == {"a": 2, "a_b": 2}
+    with pytest.raises(ValueError, match="metric_for_best_model = 'loss' is not in an evaluation; set one of eval_a_"):
+        SFTTrainer(
+            load(folder)[0],
+            args=SFTConfig(**settings, metric_for_best_model="loss"),
+            train_dataset=sets["a"],
+            eval_dataset=sets,
+        )
 
 
 def test_each_of_several_data_sets_is_evaluated(folder, tmp_path):
@@ -707,8 +742,11 @@ def test_a_reference_that_is_the_model_itself_is_taken(folder, tmp_path):
     settings = dict(args=args, train_dataset=PREFERENCES[:4])
     made = DPOTrainer(model=folder, ref_model=folder, **settings)
     assert made._precomputes
-    with pytest.raises(ValueError, match="ref_model = 'another' is not supported"):
+    with pytest.raises(ValueError, match="another: no folder of that name"):
         DPOTrainer(model=folder, ref_model="another", **settings)
+    model, _ = load(folder)
+    with pytest.raises(ValueError, match="ref_model is the model itself, which trains"):
+        DPOTrainer(model, model, **settings)
 
 
 @pytest.mark.full
@@ -736,13 +774,17 @@ def test_what_preference_trainers_refuse(folder, tmp_path):
     matrix.lora.b.set_value(matrix.lora.b[...] + 0.1)
     make(ORPOTrainer, ORPOConfig(**settings), model=trained)  # without a reference
     for call, message in (
-        (lambda: DPOConfig(f_divergence_type="forward_kl"), "DPOConfig: f_divergence_type = 'forward_kl'"),
-        (lambda: KTOConfig(loss_type="apo_zero_unpaired"), "KTOConfig: loss_type = 'apo_zero_unpaired'"),
-        (lambda: make(DPOTrainer, DPOConfig(loss_type="robust", **settings)), "loss_type = 'robust' is not supported"),
+        (lambda: DPOConfig(use_weighting=True), "DPOConfig: use_weighting = True"),
+        (lambda: make(KTOTrainer, KTOConfig(loss_type="bco", **settings), LABELLED), "loss_type = 'bco' is not"),
+        (lambda: make(DPOTrainer, DPOConfig(loss_type="aot", **settings)), "loss_type = 'aot' is not supported"),
+        (lambda: make(DPOTrainer, DPOConfig(loss_type="exo_pair", **settings)), "label_smoothing"),
         (lambda: make(DPOTrainer, DPOConfig(loss_type=["ipo", "hinge"], **settings)), "several losses"),
         (lambda: make(DPOTrainer, ORPOConfig(**settings)), "DPOTrainer: args is a ORPOConfig; use DPOConfig"),
         (lambda: make(DPOTrainer, DPOConfig(**settings), ref_model=object()), "DPOTrainer: ref_model"),
-        (lambda: make(KTOTrainer, KTOConfig(**settings)), "KTOTrainer: the data set has no column completion, label"),
+        (
+            lambda: make(KTOTrainer, KTOConfig(**settings), [{"prompt": "a"}]),
+            "KTOTrainer: the data set has no column completion, label",
+        ),
         (lambda: make(DPOTrainer, DPOConfig(**settings), formatting_func=str), "DPOTrainer: it has no formatting_func"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -21,6 +21,7 @@ from jaxtune.train.config.sections import is_greatest
 from jaxtune.train.evaluation.early_stop import waited
 from jaxtune.train.folder.best import best_of, is_better
 from jaxtune.train.log.metrics import read_metrics
+from jaxtune.train.loop.run import by_set
 
 
 @dataclasses.dataclass
@@ -161,6 +162,19 @@ def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
     return float(metrics[name])
 
 
+def with_first_name(values: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
+    """An evaluation's metrics with the name of the first of its sets, "eval_NAME_loss" for "eval_loss"; unchanged for a
+    set without a name.
+    """
+    if not names:
+        return dict(values)
+    of_first = by_set(values, names[1:])[0]
+    return {
+        f"eval_{names[0]}_{key.removeprefix('eval_')}" if key in of_first and key.startswith("eval_") else key: value
+        for key, value in values.items()
+    }
+
+
 def _greatest(args: Any) -> bool:
     """Whether greater values of metric_for_best_model are better."""
     return is_greatest(args.metric_for_best_model, args.greater_is_better)
@@ -214,6 +228,8 @@ class Events(Callback):
       measure: the numbers of compute_metrics for the current model.
       handed_back: maps a module of the run to the script's, with dropout turned on again.
       leave: writes checkpoint-N, given N, after a save that was due or requested.
+      eval_names: of a dict of evaluation sets; () of one set.
+      router_coefficient: of the experts' load-balancing loss, which TRL's loss includes and logs as aux_loss.
     Attributes:
       best: trained arrays of the best evaluation, an nnx state of numpy arrays, if load_best_model_at_end.
     """
@@ -231,8 +247,11 @@ class Events(Callback):
         measure: Callable[[], dict[str, float]],
         handed_back: Callable[[Decoder], Decoder] = lambda module: module,
         leave: Callable[[int], Any] = lambda step: None,
+        eval_names: Sequence[str] = (),
+        router_coefficient: float = 0.0,
     ):
         self._handed_back, self._leave, self._asked = handed_back, leave, False
+        self._eval_names, self._router_coefficient = eval_names, router_coefficient
         self.args, self.state, self.control, self.model, self.measure = args, state, control, model, measure
         self.best: Any = None  # trained arrays on the host
         self._callbacks, self._processing_class = callbacks, processing_class
@@ -348,6 +367,9 @@ class Events(Callback):
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
+        if "router_aux_loss" in metrics:
+            metrics["aux_loss"] = metrics["router_aux_loss"]
+            metrics["loss"] += self._router_coefficient * metrics["aux_loss"]
         if self._prints and (every := self._scheduled.get("log")) and step % every == 0:
             say(_in_words(metrics))
         if step in self._unlogged:
@@ -364,10 +386,14 @@ class Events(Callback):
         """Adds the epoch and compute_metrics' numbers to `metrics`, in place, calls the events, and notes the best."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
-        if self._prints:
-            say(_in_words(metrics))
-        self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
-        self.tell("on_evaluate", metrics=metrics)
+        renamed, names = with_first_name(metrics, self._eval_names), self._eval_names
+        metrics.clear()
+        metrics |= renamed
+        for of_set in by_set(metrics, names)[1:] if names else [metrics]:
+            if self._prints:
+                say(_in_words(of_set))
+            self.tell("on_log", logs=of_set)  # as in transformers, where evaluations are logs too
+            self.tell("on_evaluate", metrics=of_set)
         if self.args.metric_for_best_model is None:
             return
         value = best_value(self.args, metrics)

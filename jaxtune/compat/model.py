@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, add_lora, last_layers
 from jaxtune.compat.arguments import choose, report_idle, settle
 from jaxtune.compat.kept import keep_programs
+from jaxtune.compat.parameters import Parameter, named_parameters
 from jaxtune.compat.saves import MARK, require_free, save, saved_into
 from jaxtune.compat.seeds import begin_at, next_seed
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
@@ -106,6 +107,7 @@ class CompatModel:
         self.fast = fast
         self.cache = cache
         self.config = ModelSettings(**hf_config_of(module, tokenizer))
+        self.model_tags: list[str] = []
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
         """Logits float32[B, T, vocab] (a reward model's scores [B, T, 1]) of tokens int32[B, T].
@@ -129,6 +131,11 @@ class CompatModel:
     @property
     def has_adapter(self) -> bool:
         return has_adapter(self.module)
+
+    @property
+    def peft_config(self) -> dict[str, AdapterConfig | None]:
+        """PEFT's: {"default": the adapter's settings}; {} without an adapter."""
+        return {"default": self.adapter} if self.has_adapter else {}
 
     @property
     def device(self) -> object:
@@ -168,6 +175,26 @@ class CompatModel:
 
     def enable_input_require_grads(self) -> None:
         """Does nothing: gradients reach the adapters without this call, which PEFT needs."""
+
+    def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, Parameter]]:
+        """(name in transformers, or in PEFT if there is an adapter, weight as it is now); arguments have no effect."""
+        return named_parameters(self.module)
+
+    def parameters(self, *_: object, **__: object) -> Iterator[Parameter]:
+        """The weights as they are now; arguments have no effect."""
+        return (parameter for _, parameter in named_parameters(self.module))
+
+    def get_parameter(self, target: str) -> Parameter:
+        """The weight of that name as it is now; AttributeError without one."""
+        for name, parameter in named_parameters(self.module):
+            if name == target:
+                return parameter
+        raise AttributeError(f"get_parameter: {target!r} is no parameter; named_parameters() has the names")
+
+    def add_model_tags(self, tags: str | Sequence[str]) -> None:
+        """Adds to model_tags."""
+        new = [tags] if isinstance(tags, str) else tags
+        self.model_tags += [tag for tag in new if tag not in self.model_tags]
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """The number of (trainable) parameters; each element of a quantised matrix counts as one."""

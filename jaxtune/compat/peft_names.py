@@ -72,8 +72,15 @@ def prepare_model_for_kbit_training(
     return model
 
 
-class PeftModel:
-    """PEFT's class."""
+class _WithAdapter(type):
+    """Of classes whose instances are the CompatModels that have an adapter."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, CompatModel) and instance.has_adapter
+
+
+class PeftModel(metaclass=_WithAdapter):
+    """PEFT's class; a model with an adapter counts as its instance."""
 
     @staticmethod
     @worded

@@ -18,20 +18,22 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.compat.arguments import choose, report_idle, settle, shown
-from jaxtune.compat.callbacks import best_name
 from jaxtune.compat.completions import Completions
 from jaxtune.compat.defaults import Library
 from jaxtune.compat.kept import keep_programs
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer, trained_before
+from jaxtune.compat.reward_models import with_reward_models
+from jaxtune.compat.rows import require_one_set
 from jaxtune.compat.settings import move_quantization_config, plain_value, resolved_config
 from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
+from jaxtune.compat.trainer import TrainOutput
 from jaxtune.compat.transformers_names import load_named
 from jaxtune.compat.vllm_names import SamplingParams
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
 from jaxtune.system.terminal import say
-from jaxtune.train.callbacks import Callback
+from jaxtune.train.callbacks import Between, Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig, without_effect
 from jaxtune.train.config.sections import REWARDS
@@ -112,6 +114,11 @@ class RewardedConfig(PreferenceConfig):
     # rollouts.jsonl in output_dir has them in any case
     log_completions: bool
     num_completions_to_print: int | None  # None: all of the generation
+    # True: every ref_model_sync_steps updates the reference of beta becomes ref_model_mixup_alpha parts of the model as
+    # it is then, and the other parts of what it was
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
     log_unique_prompts: bool  # True: the tables have one answer to each prompt
     vllm_sampling_params: SamplingParams | None = None  # what it sets comes before temperature, top_p, ... above
 
@@ -169,8 +176,22 @@ class RLOOConfig(RewardedConfig):
 
     num_generations: int  # answers that are sampled to each prompt
     beta: float  # beta times an answer's divergence from the reference is subtracted from its reward
+    reward_clip_range: Sequence[float] | None = None  # the least and the greatest reward of an answer; None: no limits
     # True: advantages get mean 0 and standard deviation 1 over all answers sampled at once; False: they do not
     normalize_advantages: bool
+
+
+class _Synced(Callback):
+    """Mixes the model into the reference of its trainer every ref_model_sync_steps updates."""
+
+    is_users = False
+
+    def __init__(self, trainer: RewardedTrainer):
+        self._trainer, self._every = trainer, trainer.args.ref_model_sync_steps
+
+    def between(self, moment: Between) -> None:
+        if moment.step % self._every == 0:
+            self._trainer.mix_reference(moment.model())
 
 
 class RewardedTrainer(PreferenceTrainer):
@@ -179,18 +200,20 @@ class RewardedTrainer(PreferenceTrainer):
     Args:
       model: a CompatModel, or a hub name or folder, loaded for rows of max_prompt_length (None: 512) plus
         max_completion_length tokens.
-      reward_funcs: functions of (prompts, completions, **columns) that return a number for each answer; None:
-        environments or rollout_func give the rewards.
+      reward_funcs: functions of (prompts, completions, **columns) that return a number for each answer, or reward
+        models, by name or loaded; None: environments or rollout_func give the rewards.
       train_dataset: rows with a column `prompt`, text or messages.
       eval_dataset: such rows, which get one answer at every evaluation: metrics eval_reward and eval_answers/NAME. Not
         with tools, environments or rollout_func.
       processing_class: the tokenizer; None: the model's.
+      reward_processing_classes: the tokenizer of each of reward_funcs; None, or None for one of them: its own.
       tools: functions with types and a docstring that the model may call.
       rollout_func: a function of (prompts, trainer) that samples the answers by generate_rollout_completions and
         returns a dict of lists, as in TRL; not with tools or environments.
       environment_factory: makes an environment, an object whose methods are tools; or {name: such a function}.
       others: further arguments of SFTTrainer, but compute_metrics and preprocess_logits_for_metrics.
     Attributes:
+      reward_funcs, reward_processing_classes: as lists, with the models that were loaded.
       rollout_model: the sampling model during a call of rollout_func.
     """
 
@@ -202,11 +225,12 @@ class RewardedTrainer(PreferenceTrainer):
     def __init__(
         self,
         model: CompatModel | str | os.PathLike,
-        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+        reward_funcs: RewardFunction | str | CompatModel | Sequence[RewardFunction | str | CompatModel] | None = None,
         args: object = None,
         train_dataset: object = None,
         eval_dataset: object = None,
         processing_class: object = None,
+        reward_processing_classes: object = None,
         tools: Sequence[Callable] | None = None,
         rollout_func: Callable | None = None,
         environment_factory: Callable | Mapping[str, Callable] | None = None,
@@ -223,16 +247,16 @@ class RewardedTrainer(PreferenceTrainer):
         self._rollout_func, self.rollout_model = rollout_func, None
         if rollout_func is not None and self._tools is not None:
             raise ValueError(f"{name}: rollout_func samples answers itself; leave out tools and environment_factory")
-        reward_functions = [] if reward_funcs is None else reward_funcs
-        self._functions: list[RewardFunction] = []
-        for argument in reward_functions if isinstance(reward_functions, list | tuple) else [reward_functions]:
-            if not callable(argument) or isinstance(argument, CompatModel):
+        functions: list = []
+        if reward_funcs is not None:
+            functions += reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        for argument in functions:
+            if not callable(argument) and not isinstance(argument, str | os.PathLike):
                 raise ValueError(
                     f"{name}: reward_funcs has {shown(argument)}; give functions of (prompts, completions, **columns) "
-                    "that return a list of numbers. A reward model is asked by such a function"
+                    "that return a list of numbers, or reward models"
                 )
-            self._functions.append(argument)
-        if not self._functions and not environment_factory and rollout_func is None:
+        if not functions and not environment_factory and rollout_func is None:
             unknown = {one: value for one, value in others.items() if one not in self.table and one not in self.older}
             settle(name, unknown, {}, RewardedTrainer.__init__)  # perhaps they are under another name
             raise ValueError(
@@ -240,6 +264,12 @@ class RewardedTrainer(PreferenceTrainer):
             )
         config: Any = resolved_config(args, self.config_type, model)
         move_quantization_config(config, others, model)
+        require_one_set(train_dataset, name, "train_dataset")
+        if eval_dataset is not None:
+            require_one_set(eval_dataset, name, "eval_dataset")
+        self._functions, self.reward_processing_classes = with_reward_models(
+            name, functions, reward_processing_classes, config
+        )
         evaluates = plain_value(config.eval_strategy) not in ("no", None) or config.eval_on_start
         if evaluates and (self._tools is not None or rollout_func is not None):
             raise ValueError(
@@ -253,7 +283,6 @@ class RewardedTrainer(PreferenceTrainer):
             model = load_named(os.fspath(model), config, full=others.get("peft_config") is None)
         self._weights = getattr(config, "reward_weights", None)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, **others)
-        self._require_best()
         params = getattr(self.args, "vllm_sampling_params", None)
         end = getattr(self.tokenizer, "eos_token", None)
         if params is not None and any(text != end for text in params.stop):
@@ -271,20 +300,36 @@ class RewardedTrainer(PreferenceTrainer):
                 reference = f"a copy of {copied}"
                 self._kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
             say(f"{name}: the reference of beta = {self.args.beta} is the model with {reference}")
+        if self.args.sync_ref_model and (not self.args.beta or self.model.has_adapter):
+            why = "the reference is the model with its adapter off" if self.args.beta else "without beta there is none"
+            raise ValueError(f"{self.config_type.__name__}: sync_ref_model = True: {why}; leave it at False")
+
+    @property
+    def ref_model(self) -> CompatModel | None:
+        """The reference of beta, if it has weights of its own."""
+        if self._kept is None:
+            return None
+        graph, _, others = nnx.split(self.model.module, nnx.Param, ...)
+        module = nnx.merge(graph, jax.tree.map(jnp.copy, self._kept), others)
+        return CompatModel(module, self.model.tokenizer, self.model.max_seq_length, None, full_finetuning=True)
+
+    def mix_reference(self, module: Decoder) -> None:
+        """Moves the reference towards `module`, as sync_ref_model says."""
+        share, trained = self.args.ref_model_mixup_alpha, nnx.state(module, nnx.Param)
+        assert self._kept is not None
+        self._kept = jax.tree.map(
+            lambda old, new: ((1.0 - share) * old + share * new).astype(old.dtype), self._kept, trained
+        )
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        return list(self._functions)
 
     # ---- the arguments
 
-    def _require_best(self) -> None:
-        """Raises ValueError if metric_for_best_model names what an evaluation by rewards does not measure."""
-        metric = self.args.metric_for_best_model
-        if metric is None or not self._functions:
-            return
-        measured_names = ("eval_reward", *(f"eval_answers/{name}" for name in self._parts().all_rewards().names))
-        if best_name(self.args) not in measured_names:
-            raise ValueError(
-                f"{type(self.args).__name__}: metric_for_best_model = {metric!r} is not in an evaluation by rewards; "
-                f"set one of {', '.join(measured_names)}"
-            )
+    def _measured_names(self) -> list[str]:
+        """Of an evaluation by rewards."""
+        return ["eval_reward", *(f"eval_answers/{name}" for name in self._parts().all_rewards().names)]
 
     @property
     def _answers(self) -> int:
@@ -330,7 +375,9 @@ class RewardedTrainer(PreferenceTrainer):
             cache=self.model.cache,
         )
         if isinstance(args, RLOOConfig):
-            return ObjectiveConfig("rloo", normalize_advantages=args.normalize_advantages, **options)
+            options |= dict(normalize_advantages=args.normalize_advantages)
+            options |= dict(reward_clip_range=args.reward_clip_range and tuple(map(float, args.reward_clip_range)))
+            return ObjectiveConfig("rloo", **options)
         where = type(args).__name__
         options |= {name: getattr(args, name) for name in _OF_GRPO}
         options |= {
@@ -405,16 +452,15 @@ class RewardedTrainer(PreferenceTrainer):
     # ---- the run
 
     def _reference(self, temperature: float) -> Score | None:
-        """Maps (model, Batch) to log-probabilities under the weights before the first train(); None where none is
-        needed.
+        """Maps (model, Batch) to log-probabilities under the weights before the first train(), or those that
+        sync_ref_model made of them; None where none is needed.
         """
-        reference_weights = self._kept
-        if reference_weights is None:
+        if self._kept is None:
             return None
 
         def score(model: Decoder, batch: Batch) -> np.ndarray:
             graph, _, untrained = nnx.split(model, nnx.Param, ...)
-            return log_probs_of(temperature, nnx.merge(graph, reference_weights, untrained), batch)
+            return log_probs_of(temperature, nnx.merge(graph, self._kept, untrained), batch)
 
         return score
 
@@ -424,6 +470,8 @@ class RewardedTrainer(PreferenceTrainer):
         config, held_out = self.config(resume, prepared), self._rows.get("eval")
         if self.args.log_completions:
             callbacks = [*callbacks, Completions(config.metrics.log_every, self.args.num_completions_to_print)]
+        if self.args.sync_ref_model:
+            callbacks = [*callbacks, _Synced(self)]
         objective, module = objective_of(config.objective), self.model.module
         assert objective.packed is not None
         source = sampled_source(
@@ -453,6 +501,15 @@ class RewardedTrainer(PreferenceTrainer):
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
         keep_programs()
         return self._run(resume, callbacks=callbacks)
+
+    def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
+        """SFTTrainer's. ValueError also for a run with sync_ref_model that is to be continued."""
+        if resume_from_checkpoint and self.args.sync_ref_model:
+            raise ValueError(
+                f"{type(self).__name__}: resume_from_checkpoint = {resume_from_checkpoint!r}: with sync_ref_model = "
+                "True a run is not continued, because its reference is in no checkpoint; begin it anew"
+            )
+        return super().train(resume_from_checkpoint)
 
     def evaluate(self, *_: object, **__: object) -> NoReturn:
         """Raises ValueError, as predict does: sampled answers have no held-out loss."""
@@ -486,7 +543,7 @@ class GRPOTrainer(RewardedTrainer):
     scale_rewards says.
     """
 
-    config_type = GRPOConfig
+    config_type, tag = GRPOConfig, "grpo"
 
 
 class RLOOTrainer(RewardedTrainer):
@@ -494,4 +551,4 @@ class RLOOTrainer(RewardedTrainer):
     minus the mean of the other answers to its prompt.
     """
 
-    config_type = RLOOConfig
+    config_type, tag = RLOOConfig, "rloo"

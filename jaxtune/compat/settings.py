@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from jaxtune.compat.arguments import choose, settle
 from jaxtune.compat.defaults import Library, defaults
+from jaxtune.compat.rows import TOKENS
 from jaxtune.compat.tables import ORDERS, SFT
 from jaxtune.convert.schedules import schedule_keys
 from jaxtune.convert.tables import table
@@ -213,6 +214,8 @@ def plain_value(setting: Any) -> Any:
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
     """data.train_on for the tokens that TRL trains on; ValueError if the rows' format does not fit the arguments."""
+    if form == TOKENS:  # the rows say what trains
+        return "all"
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")

@@ -30,13 +30,12 @@ REFERENCE_MODEL = _TABLES["reference_model"]
 AUTO, PEFT_MODEL, BITS_AND_BYTES = _TABLES["auto"], _TABLES["peft_model"], _TABLES["bits_and_bytes"]
 AUTO = {name: argument for name, argument in LOAD.items() if name != "quantization_config"} | AUTO
 ORPO = {name: argument for name, argument in SFT.items() if name != "loss_type"} | _TABLES["preference"]
-DPO, KTO = ORPO | _TABLES["dpo"], ORPO | _TABLES["kto"]
+DPO, KTO = ORPO | _TABLES["dpo"], ORPO
 _REWARDED = {name: argument for name, argument in SFT.items() if name != "loss_type"} | _TABLES["rewarded"]
-GRPO, RLOO = _REWARDED | _TABLES["grpo"], _REWARDED | _TABLES["rloo"]
+GRPO, RLOO = _REWARDED | _TABLES["grpo"], _REWARDED
 REWARDED_TRAINER = TRAINER | _TABLES["rewarded_trainer"]
 # The arguments about sampling that GRPOConfig has and DistillationConfig lacks.
-_OF_REWARDS = ("num_generations_eval", "vllm_sampling_params", "sync_ref_model", "ref_model_mixup_alpha")
-_OF_REWARDS += ("ref_model_sync_steps", "log_multimodal", "remove_unused_columns")
+_OF_REWARDS = ("num_generations_eval", "vllm_sampling_params", "log_multimodal", "remove_unused_columns")
 _SAMPLED = {
     name: argument
     for name, argument in _TABLES["rewarded"].items()

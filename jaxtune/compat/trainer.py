@@ -18,13 +18,21 @@ from flax import nnx
 from jaxtune.compat import folders
 from jaxtune.compat.adapters import add_lora, lora_settings
 from jaxtune.compat.arguments import choose, report_idle, settle
-from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked_callback, with_trained
+from jaxtune.compat.callbacks import (
+    Events,
+    TrainerControl,
+    TrainerState,
+    best_name,
+    checked_callback,
+    with_first_name,
+    with_trained,
+)
 from jaxtune.compat.defaults import version
 from jaxtune.compat.kept import keep_programs
 from jaxtune.compat.measures import ComputeMetrics, EvalPrediction, Preprocess, predict_rows, run_compute_metrics
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
-from jaxtune.compat.rows import Tokenised, require_one_set, rows_and_format
+from jaxtune.compat.rows import TOKENS, Tokenised, require_one_set, rows_and_format, token_dataset
 from jaxtune.compat.saves import save, saved_into
 from jaxtune.compat.seeds import begin_at
 from jaxtune.compat.settings import (
@@ -66,12 +74,16 @@ from jaxtune.train.config import (
 from jaxtune.train.config.objective import ObjectiveConfig, example_of
 from jaxtune.train.config.step_unit import StepUnit
 from jaxtune.train.data.dataset import TokenDataset
+from jaxtune.train.data.packing.pairs import PairDataset
 from jaxtune.train.data.rendering.templates import derive_markers
 from jaxtune.train.data.rows.streamed import InOrder, is_stream
+from jaxtune.train.data.tokens.documents import Documents
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.record import with_today
 from jaxtune.train.folder.run_folder import CHECKPOINTS
 from jaxtune.train.log.metrics import JSONL
+from jaxtune.train.loop.run import by_set
+from jaxtune.train.objectives.loss import declared_losses
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
@@ -133,6 +145,8 @@ class SFTTrainer(ScriptWords):
     """
 
     config_type: type[SFTConfig] = SFTConfig
+    tag = "sft"  # of the model, beside "trl"
+    balances_experts = True  # whether TRL adds the experts' load-balancing loss although the model's config does not
     table = TRAINER  # the arguments that are not parameters: which have no effect here, and which are refused
     # Arguments of the config that older versions of TRL accepted as arguments of the trainer.
     older: frozenset[str] = frozenset(
@@ -160,8 +174,7 @@ class SFTTrainer(ScriptWords):
         quantization_config: object = None,
         **others: Any,
     ):
-        if train_dataset is None:
-            raise ValueError(f"{type(self).__name__}: train_dataset is missing")
+        require_one_set(train_dataset, type(self).__name__, "train_dataset")
         moved = self.older & others.keys()
         ours = isinstance(args, SFTConfig)
         if ours and not isinstance(args, self.config_type) and type(args) not in (SFTConfig, TrainingArguments):
@@ -197,20 +210,18 @@ class SFTTrainer(ScriptWords):
             )
         begin_at(self.args.seed)
         self.model, self.accelerator = model, Accelerator()
+        model.add_model_tags(["trl", self.tag])
         self.processing_class = processing_class or tokenizer or model.tokenizer
         self.tokenizer = plain_tokenizer(self.processing_class)
         if self._vision is not None:
             formatting_func = None
         self._rows, self._format, self._formatting = {}, "", formatting_func
-        for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
-            if dataset is not None:
-                require_one_set(dataset, f"{type(self).__name__}: {split}_dataset")
-                self._rows[split], form = self._read(dataset, formatting_func)
-                if self._format not in ("", form):
-                    raise ValueError(
-                        f"SFTTrainer: train_dataset is {self._format}, eval_dataset is {form}: make them alike"
-                    )
-                self._format = form
+        self._rows["train"], self._format = self._read(train_dataset, formatting_func)
+        held_out = self._held_out(eval_dataset)
+        self._eval_names = list(held_out) if isinstance(eval_dataset, Mapping) else []
+        if held_out:
+            self._rows["eval"] = held_out.pop(next(iter(held_out)))
+        self._further_rows = held_out
         self._masking: dict[str, Any] = {"train_on": self._train_on()}
         if self._vision is not None and self._vision.responses is not None:
             self._masking = response_masking(self.tokenizer, *self._vision.responses)
@@ -218,15 +229,49 @@ class SFTTrainer(ScriptWords):
         self.callbacks = [checked_callback(callback) for callback in callbacks or ()]
         self.state, self.control = TrainerState(), TrainerControl()
         config = self.config(prepared=False)  # raises errors before the data are tokenised
+        self._require_best()
         self.state.logging_steps = config.metrics.log_every
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self._events().tell("on_init_end")
+
+    def _measured_names(self) -> list[str]:
+        """The names of an evaluation's numbers, without those of compute_metrics."""
+        objective = objective_of(self._objective())
+        own = objective.metrics(dict.fromkeys(("loss", "count", *objective.sums), 0.0))
+        names = ("loss", objective.unit, *own)
+        return [
+            f"eval_{prefix}{name}" for prefix in [f"{name}_" for name in self._eval_names] or [""] for name in names
+        ]
+
+    def _require_best(self) -> None:
+        """Raises ValueError if metric_for_best_model names what an evaluation does not measure."""
+        metric = self.args.metric_for_best_model
+        if metric is None or self.compute_metrics is not None or self._strategies()[1] == "no":
+            return
+        names = self._measured_names()
+        if best_name(self.args) not in names:
+            raise ValueError(
+                f"{type(self.args).__name__}: metric_for_best_model = {metric!r} is not in an evaluation; set one of "
+                f"{', '.join(names)}, or give compute_metrics that measures it"
+            )
+
+    def _held_out(self, eval_dataset: object) -> dict[str, object]:
+        """{name: rows for jaxtune} of one set, by the name "", or of a dict of them; ValueError for another format."""
+        sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+        held_out = {}
+        for name, dataset in sets.items() if eval_dataset is not None else ():
+            held_out[str(name)], form = self._read(dataset, self._formatting)
+            if form not in (self._format, TOKENS):
+                raise ValueError(
+                    f"{type(self).__name__}: train_dataset is {self._format}, eval_dataset is {form}: make them alike"
+                )
+        return held_out
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
         """(rows for jaxtune, the name of their format, such as "messages")."""
         if self._vision is not None and self._vision.formatting_func is not None:
             dataset = [self._vision.formatting_func(row) for row in dataset]
-        return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
+        return rows_and_format(dataset, self.args.dataset_text_field, formatting_func, self.args.completion_only_loss)
 
     def _train_on(self) -> str:
         """data.train_on, unless train_on_responses_only says otherwise."""
@@ -288,6 +333,8 @@ class SFTTrainer(ScriptWords):
             measure,
             self._handing_back(),
             leave,
+            self._eval_names,
+            self.router_aux_loss_coef,
         )
 
     @property
@@ -337,7 +384,7 @@ class SFTTrainer(ScriptWords):
             data=DataConfig(
                 train=folders.ROWS,
                 eval="eval_dataset" if "eval" in self._rows else None,
-                format=self._format,
+                format="auto" if self._format == TOKENS else self._format,
                 length=row_length(args, self.model, getattr(self._vision, "max_seq_length", None)),
                 packing=objective.samples or unit.packing,
                 buffer_size=_TRL_WINDOW if streamed and packing else DataConfig.buffer_size,
@@ -356,7 +403,7 @@ class SFTTrainer(ScriptWords):
             precision=precision(args, self.model.module),
             seed=args.seed,
             deterministic=args.full_determinism,
-            router_aux_loss_coef=args.router_aux_loss_coef,
+            router_aux_loss_coef=self.router_aux_loss_coef or args.router_aux_loss_coef,
             max_grad_norm=args.max_grad_norm or None,
             neftune_noise_alpha=args.neftune_noise_alpha,
             optim=self._optim(),
@@ -422,7 +469,9 @@ class SFTTrainer(ScriptWords):
     def _prepared(self) -> Trainer:
         """A Trainer of the tokenised rows that does not train; built at its first use."""
         config = self.config(prepared=False)
-        return Trainer(self._to_train(), self.tokenizer, config, self._train_rows(), self._rows.get("eval"))
+        train, held_out = (_ready(rows, config.data) for rows in (self._train_rows(), self._rows.get("eval")))
+        further = {name: _ready(rows, config.data) for name, rows in self._further_rows.items()}
+        return Trainer(self._to_train(), self.tokenizer, config, train, held_out, further_eval_rows=further)
 
     def _train_rows(self) -> object:
         """The script's rows to train on; a stream keeps its order, whatever train_sampling_strategy is."""
@@ -446,21 +495,53 @@ class SFTTrainer(ScriptWords):
         if data.train_data is not None:
             rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
         held_out = None if data.eval_data is None else self._rows_for(data.eval_data)
-        return Trainer(self._to_train(), self.tokenizer, self.config(resume), rows, held_out, callbacks=callbacks)
+        further = {name: self._rows_for(rows) for name, rows in data.further_eval_data.items()}
+        given = (self._to_train(), self.tokenizer, self.config(resume), rows, held_out)
+        return Trainer(*given, callbacks=callbacks, further_eval_rows=further)
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
-        """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on};
-        of pairs two for each. Streamed rows, and prompts, are as given.
-        """
+        """The rows as they train, with TRL's columns (Tokenised.of). Streamed rows, and prompts, are as given."""
         data = self._prepared.train_data
-        return self._rows["train"] if data is None else Tokenised(data.documents)
+        return self._rows["train"] if data is None else self._shown(data)
+
+    def _shown(self, data: TokenDataset) -> Tokenised:
+        """With packing=True in packed rows; held-out rows are always packed for an evaluation."""
+        rows = self._rows_for(data)
+        packed = isinstance(rows, PairDataset) or self._packing()
+        return Tokenised.of(rows if packed else dataclasses.replace(rows, packing=False))
 
     @property
-    def eval_dataset(self) -> Sequence[dict[str, list[int]]] | None:
-        """The rows that are held out, as train_dataset; None without any."""
-        data = self._prepared.eval_data if "eval" in self._rows else None
-        return self._rows.get("eval") if data is None else Tokenised(data.documents)
+    def eval_dataset(self) -> Sequence[dict[str, list[int]]] | dict[str, Sequence[dict[str, list[int]]]] | None:
+        """The rows that are held out, as train_dataset; {name: rows} of a dict of sets; None without any."""
+        if "eval" not in self._rows:
+            return None
+        sets = [self._prepared.eval_data, *self._prepared.further_eval_data.values()]
+        rows = [self._rows["eval"] if data is None else self._shown(data) for data in sets]
+        return dict(zip(self._eval_names, rows, strict=True)) if self._eval_names else rows[0]
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """The factor of the experts' load-balancing loss: the config's, else the model's; 0 without experts. In SFT,
+        DPO and KTO the model's counts whatever its output_router_logits is, as in TRL.
+        """
+        asked, declared = self.args.router_aux_loss_coef, declared_losses(self.model.module)
+        own = {loss.name: coefficient for _, loss, coefficient in declared.losses}.get("router_aux_loss")
+        if asked is not None:
+            if asked and own is None:
+                raise ValueError(
+                    f"{type(self.args).__name__}: router_aux_loss_coef = {asked}: the model is not a "
+                    "Mixture-of-Experts model; leave it out"
+                )
+            return asked
+        if own is not None and self.balances_experts and self.args.library == "TRL":
+            return float(getattr(self.model.config, "router_aux_loss_coef", own))
+        return own or 0.0
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the experts' load-balancing loss."""
+        return self.router_aux_loss_coef != 0.0
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
         """Trains the model, which then has the trained (or best) weights, and writes them to output_dir/checkpoint-N.
@@ -480,7 +561,7 @@ class SFTTrainer(ScriptWords):
             self._take_this_day()
         checkpoint_folders = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
         events = self._events(
-            lambda step: checkpoint_folders.write(self.model.module, step), lambda: self._measure(trainer.eval_data)
+            lambda step: checkpoint_folders.write(self.model.module, step), lambda: self._measured_by_script(trainer)
         )
         trainer = self._trainer("auto" if resumes else "never", [events])
         say("\n".join(rows_report(type(self).__name__, trainer)))
@@ -518,6 +599,7 @@ class SFTTrainer(ScriptWords):
             events.note_better(output / JSONL, steps)
         losses = [line["loss"] for line in trainer.history if "loss" in line]
         measured = self._measured(losses, trainer.config.rows_per_step, time.monotonic() - start_time)
+        measured |= _unlogged(trainer)
         events.closed(measured)
         events.tell("on_train_end")
         if self.args.push_to_hub:
@@ -537,8 +619,8 @@ class SFTTrainer(ScriptWords):
         compute_metrics.
 
         ValueError: no rows, another format than the trained ones, or logits of more than half of the host's memory.
-          eval_dataset: None: the trainer's. A dict evaluates each of its data sets, and names have its key behind the
-            prefix.
+          eval_dataset: None: the trainer's. A dict, as at init, evaluates each of its data sets, and names have its key
+            behind the prefix.
           ignore_keys: has no effect.
           metric_key_prefix: replaces "eval" in the names.
         """
@@ -548,16 +630,14 @@ class SFTTrainer(ScriptWords):
             )
             return {key: value for values in each for key, value in values.items()}
         trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
-        values = trainer.evaluate(stepped=self._stepped)
-        if self.compute_metrics is not None:
-            held_out = trainer.eval_data
-            assert held_out is not None  # evaluate() has looked
-            values |= run_compute_metrics(self._predicted(held_out), self.compute_metrics)
-        values = _renamed(values, metric_key_prefix)
-        events = self._events()
-        events.tell("on_log", logs=values)
-        events.tell("on_evaluate", metrics=values)
-        return values
+        values = trainer.evaluate(stepped=self._stepped) | self._measured_by_script(trainer)
+        events, names = self._events(), self._eval_names if eval_dataset is None else []
+        values = with_first_name(values, names)
+        for of_set in by_set(values, names)[bool(names) :]:
+            told = _renamed(of_set, metric_key_prefix)
+            events.tell("on_log", logs=told)
+            events.tell("on_evaluate", metrics=told)
+        return _renamed(values, metric_key_prefix)
 
     def predict(
         self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
@@ -579,13 +659,13 @@ class SFTTrainer(ScriptWords):
 
     def _on(self, dataset: object) -> Trainer:
         """A jaxtune Trainer that evaluates the current model on these rows and trains nothing."""
-        require_one_set(dataset, f"{type(self).__name__}: test_dataset")
+        require_one_set(dataset, type(self).__name__, "test_dataset")
         rows, form = self._read(dataset, self._formatting)
-        if form != self._format:
+        if form not in (self._format, TOKENS):
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
         config = self.config(prepared=False)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="eval_dataset"))
-        train = self._prepared.train_data or self._train_rows()
+        train, rows = self._prepared.train_data or self._train_rows(), _ready(rows, config.data)
         trainer = Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
         tokenised = trainer.eval_data
         assert tokenised is not None  # config and rows ask for them
@@ -594,12 +674,15 @@ class SFTTrainer(ScriptWords):
             return trainer
         return Trainer(self._to_train(), self.tokenizer, config, train, held_out, trains=False)
 
-    def _measure(self, held_out: TokenDataset | None) -> dict[str, float]:
-        """The numbers of compute_metrics on `held_out`; {} without compute_metrics."""
-        if self.compute_metrics is None:
-            return {}
-        assert held_out is not None  # it is called after an evaluation
-        return run_compute_metrics(self._predicted(held_out), self.compute_metrics)
+    def _measured_by_script(self, trainer: Trainer) -> dict[str, float]:
+        """The numbers of compute_metrics on the trainer's held-out sets; {} without compute_metrics."""
+        found: dict[str, float] = {}
+        sets = {"": trainer.eval_data, **trainer.further_eval_data} if self.compute_metrics is not None else {}
+        for name, held_out in sets.items():
+            assert held_out is not None and self.compute_metrics is not None  # it is called after an evaluation
+            values = run_compute_metrics(self._predicted(held_out), self.compute_metrics)
+            found |= _renamed(values, f"eval_{name}" if name else "eval")
+        return found
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
         if held_out.documents.pictures is not None:
@@ -707,11 +790,27 @@ def rows_report(name: str, trainer: Trainer) -> list[str]:
     return lines
 
 
+def _ready(rows: object, data: DataConfig) -> object:
+    """Rows that are tokens already as a TokenDataset; others as they are."""
+    return token_dataset(rows, data) if isinstance(rows, Documents) else rows
+
+
+def _unlogged(trainer: Trainer) -> dict[str, float]:
+    """Means of the objective's numbers over the steps after the last logged one, which TRL's closing line has."""
+    objective, every = objective_of(trainer.config.objective), trainer.config.metrics.log_every
+    own = {"aux_loss", *objective.metrics(dict.fromkeys(("loss", "count", *objective.sums), 0.0))}
+    own |= {"reward", "reward_std", "frac_reward_zero_std", "kl"}
+    names = dict.fromkeys(name for line in trainer.history for name in line if name in own or "/" in name)
+    lines = [line for line in trainer.history if "loss" in line and line["step"] > trainer.steps_done // every * every]
+    found = {name: [line[name] for line in lines if isinstance(line.get(name), int | float)] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
 def _write(path: Path, values: Mapping[str, Any]) -> None:
     atomic_write(path, json.dumps(values, indent=4, sort_keys=True, default=float) + "\n")
 
 
-def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+def _renamed(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """{"test_loss": ...} for {"eval_loss": ...} and the prefix "test"."""
     return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,9 @@ from jaxtune.compat.texts import without_torch
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.adapters.named import local_adapter
 from jaxtune.models.files.model_folder import is_gguf, load_tokenizer, read_config, resolve_folder
+from jaxtune.models.heads import SCORE
 from jaxtune.models.registry import text_config
+from jaxtune.models.reward import with_head
 
 # The arguments of transformers' BitsAndBytesConfig that are followed here.
 _FOLLOWED = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
@@ -214,15 +217,25 @@ class AutoModelForSequenceClassification:
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: str | os.PathLike, num_labels: int = 2, **arguments: object
+        pretrained_model_name_or_path: str | os.PathLike, num_labels: int | None = None, **arguments: object
     ) -> CompatModel:
-        """AutoModelForCausalLM.from_pretrained with a head that scores texts; ValueError unless num_labels is 1."""
-        if num_labels != 1:
+        """AutoModelForCausalLM.from_pretrained with a head of num_labels numbers for a text; None: as many as
+        config.json has labels, else 2, as in transformers. With 1 it is a reward model, which RewardTrainer trains.
+        """
+        path = pretrained_model_name_or_path
+        if num_labels is None:
+            base = base_of(path)
+            labels = read_config(resolve_folder(os.fspath(base or path))).get("id2label")
+            num_labels = 2 if labels is None else len(labels)
+        if num_labels == 1:
+            return AutoModelForCausalLM.from_pretrained(path, num_labels=1, **arguments)
+        if num_labels < 1:
             raise ValueError(
-                f"AutoModelForSequenceClassification.from_pretrained: num_labels = {num_labels}: what trains here is a "
-                "reward model, num_labels=1"
+                f"AutoModelForSequenceClassification.from_pretrained: num_labels = {num_labels}: must be positive"
             )
-        return AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, num_labels=1, **arguments)
+        model = AutoModelForCausalLM.from_pretrained(path, **arguments)
+        model.module = with_head(model.module, dataclasses.replace(SCORE, outputs=num_labels))
+        return model
 
 
 class AutoTokenizer:

@@ -236,7 +236,7 @@ def family(model_type: str | None) -> Family:
     """The Family of a text model's model_type. Raises ValueError for an unknown one or None."""
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model_type {model_type!r} is not supported (code that comes with a checkpoint is never run); "
+            f"model_type {model_type!r} is not supported (a checkpoint's custom code is never run); "
             f"supported: {', '.join((*FAMILIES, *text_parts()))}"
         )
     return FAMILIES[model_type]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jaxtune.system.waiting import Handover
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
-from jaxtune.train.data import Batches
+from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.packing.pairs import PackedPairs, PairDataset
 from jaxtune.train.data.rendering.templates import trained_tokenizer, writes_today
 from jaxtune.train.display import rows_report
@@ -52,7 +53,7 @@ from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.translations import POSITION, section, translated
 from jaxtune.train.log import metrics as m
 from jaxtune.train.loop.monitor import Monitor, MonitoredRun
-from jaxtune.train.loop.run import Profile, Run, is_evaluation_due, rows_identity
+from jaxtune.train.loop.run import Profile, Run, is_evaluation_due, named, rows_identity
 from jaxtune.train.loop.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
@@ -90,6 +91,7 @@ class Trainer:
       train_rows may be a list of (rows, weight), or a BatchSource.
       profile: folder for a profile of config.profile.steps steps, or 3; None: `profile` in the output folder, if config
       asks for one.
+      further_eval_rows: {name: rows} of sets that are evaluated beside eval_rows, with metrics eval_NAME_....
       keeps_model: False: tensors of `model` are freed if nobody else has them.
       weights: a future of waiting.Handover(model), if `model` has shapes; awaited after compiling.
       objective: replaces config.objective.
@@ -120,6 +122,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         trains: bool = True,
         checks_folder: bool = False,
+        further_eval_rows: Mapping[str, object] = MappingProxyType({}),
     ):
         self.trains = trains
         self.output = Path(config.output).absolute()  # the user's functions may change the current folder
@@ -144,11 +147,13 @@ class Trainer:
             parts,
             train_rows,
             eval_rows,
+            further_eval_rows=further_eval_rows,
             trains=trains,
             profile_steps=self.profile_steps,
             checks_folder=checks_folder,
         )
         self.batches, self.train_data, self.eval_data = rows.batches, rows.train, rows.held_out
+        self.further_eval_data = rows.further
         self.callbacks = tuple(callbacks)
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
@@ -193,6 +198,20 @@ class Trainer:
     def eval_batches(self) -> Batches | None:
         """Batches of an evaluation, shaped as the plan's micro-batches; None without held-out rows with a loss."""
         return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
+
+    @property
+    def further_eval_batches(self) -> dict[str, Batches]:
+        """As eval_batches, of the further sets."""
+        return {name: data.batches(self.engine.rows, shuffle=False) for name, data in self.further_eval_data.items()}
+
+    @property
+    def _sets(self) -> tuple[TokenDataset | None, ...]:
+        """Rows that are trained on and held out, if they are known before the run."""
+        return (self.train_data, *self._held_out_sets)
+
+    @property
+    def _held_out_sets(self) -> tuple[TokenDataset | None, ...]:
+        return (self.eval_data, *self.further_eval_data.values())
 
     # ---- the run
 
@@ -293,9 +312,8 @@ class Trainer:
         trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.trainable))
         size = checkpoint_bytes({"state": self.model.state_shapes(self.engine)})
         saved_count = len(saved_steps(self.output / CHECKPOINTS))
-        sets = (self.train_data, self.eval_data)
         caches = {
-            "log-probabilities of the teacher": self.stored.unwritten(sets),
+            "log-probabilities of the teacher": self.stored.unwritten((self.train_data, self.eval_data)),
             "log-probabilities of the reference": references.unwritten(self._pairs, config.data.cache_dir),
         }
         delivered = (self.output, checkpoint, config.export)
@@ -349,14 +367,15 @@ class Trainer:
         due = is_evaluation_due(self.spec.evaluation, start, self.total_steps, self.output, rows)
         saver.best.resume(self.output, start, rows)
         of_run = (self.engine, monitor, saver, self.total_steps, self.spec.evaluation, due)
-        run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.model.sampling, self.answers)
+        held_out = (lambda: self.eval_batches, lambda: self.further_eval_batches)
+        run = Run(*of_run, *held_out, profile, self.model.finished, self.model.sampling, self.answers)
         resumed = handed.take()
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.config.output})")
             write_config(self.output, config_to_dict(config))
             if due:
                 frozen = self.model.placed_frozen(self.engine)
-                self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print, True)
+                self.fill_references(self._held_out_sets, resumed.trainable, frozen, monitor.progress.print, True)
                 evaluate = self.eval_data and self.engine.compile_evaluate(self.program, resumed.trainable, frozen)
                 run.evaluate(evaluate, Leaves.of(resumed), Leaves.of(frozen), start)
             return resumed, start
@@ -398,8 +417,7 @@ class Trainer:
                 state, sums, frozen = self.model.begin(self.engine, resumed)
             for pass_note in self.pass_notes():  # before the first of them
                 progress.print(pass_note)
-            sets = (self.train_data, self.eval_data)
-            self.fill_references(sets, state.trainable, frozen, progress.print, bool(start))
+            self.fill_references(self._sets, state.trainable, frozen, progress.print, bool(start))
             write_config(self.output, config_to_dict(self.config))
         for note in [*self.notes(), *self.memory_notes(), *self.disk_notes()]:
             progress.print(note)
@@ -477,18 +495,18 @@ class Trainer:
 
     def pass_notes(self) -> list[str]:
         """The time of passes over rows that lack references, and held-out ones, whose weights stream; else []."""
-        planner = self.planner
+        planner, held_out = self.planner, [*self.further_eval_batches.values()]
+        held_out += [] if self.eval_batches is None else [self.eval_batches]
         rows = {
             "the reference's": sum(len(pairs) for pairs in self._pairs if references.unwritten([pairs], None)),
-            "an evaluation's": 0 if self.eval_batches is None else self.eval_batches.steps_per_epoch * self.engine.rows,
+            "an evaluation's": self.engine.rows * sum(batches.steps_per_epoch for batches in held_out),
         }
         return plan_text.pass_lines(planner.plan, planner.cost, planner.device, rows)
 
     @property
     def _pairs(self) -> list[PackedPairs]:
         """Rows of pairs, trained on and held out."""
-        sets = (self.train_data, self.eval_data)
-        return [data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)]
+        return [data.in_rows(self.batches.length).rows for data in self._sets if isinstance(data, PairDataset)]
 
     def stream_lines(self) -> list[str]:
         """Of a trainer that only evaluates: the weights that stream, and the time that its rows take."""
@@ -556,7 +574,7 @@ class Trainer:
                 return {}
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
         self.stored.fill((self.eval_data,), self.engine)
-        self.fill_references((self.eval_data,), trainable, frozen, stepped=stepped)
+        self.fill_references(self._held_out_sets, trainable, frozen, stepped=stepped)
         compiled = self.engine.compile_evaluate(program, trainable, frozen)
         planner = self.engine.planner
         while isinstance(planner, ForwardPlanner) and planner.smaller(compiled):
@@ -564,7 +582,13 @@ class Trainer:
             chunk = self.program.chunk_tokens
             compiled = self.engine.compile_evaluate(dataclasses.replace(program, chunk_tokens=chunk), trainable, frozen)
         with timing.phase("eval"):
-            return self.engine.evaluate(compiled, trainable, frozen, batches, m.Progress(self.total_steps).evaluating)
+            shown = m.Progress(self.total_steps).evaluating
+            sets = {"": batches, **self.further_eval_batches}
+            return {
+                key: value
+                for name, rows in sets.items()
+                for key, value in named(self.engine.evaluate(compiled, trainable, frozen, rows, shown), name).items()
+            }
 
     # ---- checkpoints
 

@@ -161,7 +161,7 @@ def test_arguments_become_the_objectives_options(workplace):
         ),
         (
             dict(load_best_model_at_end=True, eval_strategy="steps", eval_dataset=ROWS),
-            "metric_for_best_model = 'loss' is not in an evaluation by rewards; set one of eval_reward, ",
+            "metric_for_best_model = 'loss' is not in an evaluation; set one of eval_reward, ",
         ),
         (
             dict(eval_strategy="steps", tools=[a_tool]),

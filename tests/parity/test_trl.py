@@ -31,6 +31,21 @@ CASES = {
     "sigmoid": ("dpo", DPO(beta=0.3), dict(beta=0.3)),
     "hinge": ("dpo", DPO(beta=0.3, loss_type="hinge"), dict(beta=0.3, loss_type="hinge")),
     "ipo": ("dpo", DPO(beta=0.2, loss_type="ipo"), dict(beta=0.2, loss_type="ipo")),
+    **{
+        loss: ("dpo", DPO(beta=0.3, loss_type=loss, **options), dict(beta=0.3, loss_type=loss, **options))
+        for loss, options in {
+            "exo_pair": dict(label_smoothing=0.1),
+            "robust": dict(label_smoothing=0.1),
+            "discopop": dict(discopop_tau=0.1),
+            **{loss: {} for loss in ("sigmoid_norm", "nca_pair", "bco_pair", "apo_zero", "apo_down")},
+        }.items()
+    },
+    # With a large beta, whose targets are near: far ones have gradients whose rounding is above the tolerance.
+    "sppo_hard": ("dpo", DPO(beta=2.0, loss_type="sppo_hard"), dict(beta=2.0, loss_type="sppo_hard")),
+    **{
+        kind: ("dpo", DPO(beta=0.3, f_divergence_type=kind), dict(beta=0.3, f_divergence_type=kind))
+        for kind in ("forward_kl", "js_divergence", "alpha_divergence")
+    },
     "orpo": ("orpo", ORPO(beta=0.4), dict(beta=0.4)),
     "simpo": ("simpo", SimPO(), dict(beta=2.0, simpo_gamma=0.5)),
     "simpo, smoothed": (

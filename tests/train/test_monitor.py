@@ -211,6 +211,10 @@ def test_a_step_without_a_gradient(monkeypatch, tmp_path, losses, why, stops):
 def test_a_policy_and_learnt_rows_say_why_they_have_no_gradient():
     policy, plain = objective_of(ObjectiveConfig("grpo", reward_funcs=("a",))), objective_of(ObjectiveConfig())
     assert "clipped" in policy.zero_gradient({"loss": 0.3, "clip_ratio/region_mean": 0.5})
+    cut = {"loss": 1e-8, "completions/clipped_ratio": 1.0}
+    masking = objective_of(ObjectiveConfig("grpo", reward_funcs=("a",), mask_truncated_completions=True))
+    assert "no part in the loss" in masking.zero_gradient(cut)
+    assert policy.zero_gradient(cut) is None
     for objective in (policy, plain):
         assert objective.zero_gradient({"loss": 0.3, "clip_ratio/region_mean": 0.0}) is None
         assert objective.zero_gradient({"loss": 0.0}) == "its rows are learnt"

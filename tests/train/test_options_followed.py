@@ -12,9 +12,10 @@ import pytest
 
 import jaxtune
 from jaxtune.train.config import ConfigError, DataConfig, EvaluationConfig, ModelConfig, TrainConfig
-from jaxtune.train.config.objective import _DEFAULTS, _OPTIONS, ObjectiveConfig, without_effect
+from jaxtune.train.config.objective import _DEFAULTS, _OPTIONS, PAIR_LOSSES, ObjectiveConfig, without_effect
 from jaxtune.train.objectives.named import PREFERENCES
 from jaxtune.train.objectives.policy import GRPO, RLOO
+from jaxtune.train.objectives.preference import DPO
 from jaxtune.train.sampled.prompts import UserFunctions
 from jaxtune.train.sampled.reward_functions import RewardFunctions, Sampled
 from jaxtune.train.spec.run_spec import decided_objective
@@ -85,6 +86,10 @@ CHANGED = dict(
     scale_rewards="batch",
     multi_objective_aggregation="normalize_then_sum",
     normalize_advantages=True,
+    reward_clip_range=(-1.0, 1.0),
+    f_divergence_type="forward_kl",
+    f_alpha_divergence_coef=0.3,
+    discopop_tau=0.1,
     teacher="x",
     teacher_load_in="nf4",
     teacher_top_k=7,
@@ -135,9 +140,15 @@ def test_each_option_changes_the_objective_or_is_refused(name):
     for option in _OPTIONS[name]:
         if option.startswith(OF_SOURCE):
             continue
-        value = CHANGED[option] if option != "loss_type" else ("hinge" if name == "dpo" else "cispo")
-        for loss in LOSSES if name == "grpo" and option != "loss_type" else (None,):
-            others = {"loss_type": loss, "epsilon_high": 5.0 if loss == "cispo" else None} if loss else {}
+        another = {"dpo": "hinge", "kto": "apo_zero_unpaired"}.get(name, "cispo")
+        value = CHANGED[option] if option != "loss_type" else another
+        losses = {"grpo": LOSSES, "dpo": [loss for loss in PAIR_LOSSES if loss != "exo_pair"]}.get(name, (None,))
+        for loss in losses if option != "loss_type" else (None,):
+            others = {"loss_type": loss} if loss else {}
+            others |= {"epsilon_high": 5.0 if loss == "cispo" else None} if name == "grpo" else {}
+            others |= (
+                {"f_divergence_type": "alpha_divergence"} if "alpha" in option and loss in ("ipo", "hinge") else {}
+            )
             others.pop(option, None)
             without = objective(name, **others)
             try:
@@ -174,9 +185,9 @@ def test_what_has_no_effect_is_named():
                     | options
                     | dict.fromkeys(idle - {option}),
                 )
-    made = GRPO.of()
+    made, pairs = GRPO.of(), DPO()
     for option, value in _DEFAULTS.items():
-        assert getattr(made, option, getattr(made.losses, option, None)) == value
+        assert getattr(made, option, getattr(made.losses, option, getattr(pairs, option, None))) == value
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,17 @@ _DRAWN = ("max_completion_length", "top_k", "top_p", "min_p", "repetition_penalt
 # The options of each objective; setting any other one is an error.
 _OPTIONS = {
     "sft": (),
-    "dpo": ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs"),
+    "dpo": (
+        "beta",
+        "loss_type",
+        "label_smoothing",
+        "f_divergence_type",
+        "f_alpha_divergence_coef",
+        "discopop_tau",
+        "precompute_ref_log_probs",
+    ),
     "orpo": ("beta",),
-    "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
+    "kto": ("beta", "loss_type", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
     "reward": ("center_rewards_coefficient",),
     "distill": (
@@ -34,6 +42,11 @@ _OPTIONS = {
         *_DRAWN,
     ),
 }
+# The losses of dpo; the second row has those of the log-ratios alone, without f_divergence_type.
+PAIR_LOSSES = ("sigmoid", "ipo", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm")
+_OF_RATIOS = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+PAIR_LOSSES += _OF_RATIOS
+TOKEN_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo")  # of grpo
 # What a row of the data set is, of objectives other than over texts.
 _EXAMPLES: dict[str, str] = {
     **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), "pairs"),
@@ -93,7 +106,7 @@ _OPTIONS |= {
         "scale_rewards",
         "multi_objective_aggregation",
     ),
-    "rloo": ("beta", *_REWARDED, *_SAMPLED, "normalize_advantages"),
+    "rloo": ("beta", *_REWARDED, *_SAMPLED, "normalize_advantages", "reward_clip_range"),
 }
 # The defaults of options that have no effect in some combinations; None for all others.
 _DEFAULTS = {
@@ -104,6 +117,9 @@ _DEFAULTS = {
     "importance_sampling_mode": "sequence_mask",
     "importance_sampling_clip_max": 3.0,
     "scale_rewards": "group",
+    "f_divergence_type": "reverse_kl",
+    "f_alpha_divergence_coef": 0.5,
+    "discopop_tau": 0.05,
 }
 
 
@@ -142,6 +158,11 @@ def without_effect(name: str, options: Mapping[str, object]) -> dict[str, str]:
         )
         idle(loss != "sapo", "loss_type is not sapo", "sapo_temperature_pos", "sapo_temperature_neg")
         idle(sums == "normalize_then_sum", f"multi_objective_aggregation = {sums} scales by itself", "scale_rewards")
+    if name == "dpo":
+        loss, alpha = options.get("loss_type"), options.get("f_divergence_type") == "alpha_divergence"
+        idle(loss in _OF_RATIOS, f"loss_type = {loss} is of the log-ratios", "f_divergence_type")
+        idle(not alpha, "f_divergence_type is not alpha_divergence", "f_alpha_divergence_coef")
+        idle(loss != "discopop", "loss_type is not discopop", "discopop_tau")
     if name == "distill":
         idle(options.get("on_policy") == 0, "on_policy = 0 samples no answers", "sampling_temperature", *_DRAWN)
     return reasons
@@ -159,6 +180,8 @@ def _check_numbers(objective: ObjectiveConfig) -> None:
     not_negative("objective.simpo_gamma", objective.simpo_gamma)
     if objective.center_rewards_coefficient is not None:
         not_negative("objective.center_rewards_coefficient", objective.center_rewards_coefficient)
+    limits = objective.reward_clip_range
+    require(limits is None or limits[0] < limits[1], "objective.reward_clip_range", limits, "the first is the least")
     for name in (
         *("desirable_weight", "undesirable_weight", "max_tool_calling_iterations", "teacher_top_k"),
         *("reward_timeout", "reset_timeout", "tool_timeout"),
@@ -177,9 +200,9 @@ def _check_names(objective: ObjectiveConfig) -> None:
             value,
             f"{objective.name} has no such option; leave it out",
         )
-    kinds = ("sigmoid", "ipo", "hinge")
+    losses = {"dpo": PAIR_LOSSES, "kto": ("apo_zero_unpaired",), "grpo": TOKEN_LOSSES}.get(objective.name, ())
     require(
-        objective.loss_type == "sigmoid" or (objective.loss_type in kinds) == (objective.name == "dpo"),
+        objective.loss_type in ("sigmoid", *losses),
         "objective.loss_type",
         objective.loss_type,
         f"{objective.name} has no such loss; see --help",
@@ -268,7 +291,7 @@ class ObjectiveConfig:
     """What is trained for. Options have TRL's names and meanings; one that the objective lacks is an error.
 
     None is the default of the objective's class, which an option's description gives in brackets; so is loss_type =
-    "sigmoid" for grpo.
+    "sigmoid" for grpo and kto.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -284,11 +307,40 @@ class ObjectiveConfig:
         "divergence: 0 forward KL, 1 reverse KL, between them Jensen-Shannon (distill: 1).",
     ] = None
     loss_type: Annotated[
-        Literal["sigmoid", "ipo", "hinge", "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"],
-        "Loss of a pair: sigmoid, ipo or hinge (dpo); how losses of tokens add up: dapo (default), grpo, dr_grpo, "
-        "bnpo, cispo or sapo (grpo).",
+        Literal[
+            "sigmoid",
+            "ipo",
+            "hinge",
+            "exo_pair",
+            "robust",
+            "discopop",
+            "sigmoid_norm",
+            "nca_pair",
+            "bco_pair",
+            "sppo_hard",
+            "apo_zero",
+            "apo_down",
+            "apo_zero_unpaired",
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "bnpo",
+            "cispo",
+            "sapo",
+        ],
+        "Loss of a pair, by TRL's names: sigmoid, ipo, hinge, exo_pair, robust, discopop, sigmoid_norm, nca_pair, "
+        "bco_pair, sppo_hard, apo_zero or apo_down (dpo), apo_zero_unpaired (kto); how losses of tokens add up: dapo "
+        "(default), grpo, dr_grpo, bnpo, cispo or sapo (grpo).",
     ] = "sigmoid"
-    label_smoothing: Annotated[float, "Probability that a preference is labelled wrongly (dpo, simpo)."] = 0.0
+    label_smoothing: Annotated[
+        float, "Probability that a preference is labelled wrongly (dpo: sigmoid, robust, exo_pair; simpo)."
+    ] = 0.0
+    f_divergence_type: Annotated[
+        Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] | None,
+        "The divergence from the reference, which makes scores of log-ratios (dpo: reverse_kl).",
+    ] = None
+    f_alpha_divergence_coef: Annotated[float | None, "The alpha of alpha_divergence (dpo: 0.5)."] = None
+    discopop_tau: Annotated[float | None, "The temperature of discopop (dpo: 0.05)."] = None
     precompute_ref_log_probs: Annotated[
         bool, "Compute the reference's log-probabilities once, before training (dpo, kto)."
     ] = False
@@ -415,6 +467,9 @@ class ObjectiveConfig:
         Literal["sum_then_normalize", "normalize_then_sum"] | None, "How several rewards become one (the first)."
     ] = None
     normalize_advantages: Annotated[bool | None, "Scale advantages over a generation (rloo: false)."] = None
+    reward_clip_range: Annotated[
+        tuple[float, float] | None, "The least and the greatest weighted reward of an answer (rloo: no limits)."
+    ] = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -424,10 +479,18 @@ class ObjectiveConfig:
             require(False, f"objective.{name}", getattr(self, name), why)
         _check_teacher(self)
         require(
-            self.loss_type == "sigmoid" or not self.label_smoothing,
+            self.loss_type in ("sigmoid", "robust", "exo_pair") or not self.label_smoothing,
             "objective.label_smoothing",
             self.label_smoothing,
             f"objective.loss_type = {self.loss_type} has no label smoothing; leave it out",
+        )
+        least = {"exo_pair": self.label_smoothing > 0, "robust": self.label_smoothing < 0.5}
+        require(
+            least.get(self.loss_type, True),
+            "objective.label_smoothing",
+            self.label_smoothing,
+            f"objective.loss_type = {self.loss_type} needs one "
+            f"{'above 0' if self.loss_type == 'exo_pair' else 'below 0.5'}",
         )
 
     @property
@@ -438,11 +501,11 @@ class ObjectiveConfig:
     @property
     def options(self) -> dict[str, Any]:
         """{name: value} of the options that are not None: arguments of the objective's class, and those of `of_source`
-        and teacher_load_in, which it does not take. Without grpo's "sigmoid", which is dpo's loss.
+        and teacher_load_in, which it does not take. Without "sigmoid" for others than dpo, whose loss it is.
         """
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
-        if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
-            del named["loss_type"]
+        if self.name != "dpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
+            named.pop("loss_type", None)
         return {name: value for name, value in named.items() if value is not None}
 
 

@@ -515,13 +515,12 @@ class Engine:
         between: Callable[[], None] = lambda: None,
         load: Callable[[Callable[[], Batch]], Batch] = lambda work: work(),
     ) -> dict[str, Any]:
-        """Metrics of `batches`, on the host, as "eval_...": the mean loss, objective.unit (its count), and the
-        objective's own.
+        """Metrics of `batches`, on the host: the mean loss, objective.unit (its count), and the objective's own.
 
-          evaluate: the compiled program of one batch.
-          shown: called with (batches done, all); between: after each batch, for signals.
-          load: runs a function that loads a batch and may fail in one process alone.
-          trainable, frozen: states on the devices.
+        evaluate: the compiled program of one batch.
+        shown: called with (batches done, all); between: after each batch, for signals.
+        load: runs a function that loads a batch and may fail in one process alone.
+        trainable, frozen: states on the devices.
         """
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch
@@ -538,5 +537,4 @@ class Engine:
             for name in objective.sums
         }
         values = {"loss": loss / max(number, 1.0), objective.unit: int(number)}
-        values |= objective.metrics({"loss": loss, "count": number, **own_sums})
-        return {f"eval_{name}": value for name, value in values.items()}
+        return values | objective.metrics({"loss": loss, "count": number, **own_sums})

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,24 @@ def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) ->
     return None if answers is None else answers.identity
 
 
+def named(values: Mapping[str, object], name: str) -> dict[str, object]:
+    """Metrics as "eval_...", or as "eval_NAME_..." of a set with a name."""
+    prefix = f"eval_{name}_" if name else "eval_"
+    return {f"{prefix}{key}": value for key, value in values.items()}
+
+
+def by_set(values: Mapping[str, object], names: Collection[str]) -> list[dict[str, object]]:
+    """An evaluation's metrics by the sets of `names`, after those of the first set, which have none of these names;
+    each with the numbers that are of no set, such as the epoch.
+    """
+    prefixes = sorted((f"eval_{name}_" for name in names), key=len, reverse=True)  # "eval_a_b_" before "eval_a_"
+    of_key = {key: next((prefix for prefix in prefixes if key.startswith(prefix)), "") for key in values}
+    common = {key: value for key, value in values.items() if not key.startswith("eval_")}
+    sets = [{key: value for key, value in values.items() if of_key[key] == f"eval_{name}_"} for name in names]
+    first = {key: value for key, value in values.items() if not of_key[key]}
+    return [first, *(common | of_set for of_set in sets)]
+
+
 class _StepRows:
     """The rows of each step on the device, loaded in a thread while the last step computes."""
 
@@ -143,6 +161,8 @@ class Run:
     """Before this process's first step."""
     held_out: Callable[[], Batches | None]
     """The batches of an evaluation under the current plan; None without held-out rows with a loss."""
+    further: Callable[[], Mapping[str, Batches]]
+    """The same of further sets, by name."""
     profile: Profile
     model: Callable[[Any], Decoder]
     """The model with the given trained tensors (`TrainState.trainable`)."""
@@ -341,6 +361,7 @@ class Run:
         if not self.evaluates:
             return math.nan
         values: dict[str, Any] = {}
+        measured: dict[str, dict[str, object]] = {}  # of each set, "" of the first
         answers: Answered | None = None
 
         def tell(event: str, *arguments: object) -> None:
@@ -356,26 +377,31 @@ class Run:
             if batches is not None:
                 show_progress = monitor.progress.evaluating
                 tensors = state.field("trainable"), frozen.tree
-                values |= self.engine.evaluate(evaluate, *tensors, batches, show_progress, between, load)
+                for name, rows in {"": batches, **self.further()}.items():
+                    found = self.engine.evaluate(evaluate, *tensors, rows, show_progress, between, load)
+                    measured[name] = found
+                    values |= named(found, name)
             if self.answers is not None:
                 with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
                     answers = self.answers(self.sampling(state.field("trainable")))
                 values |= answers.metrics
+            loss, unit = values.get("eval_loss", math.nan), monitor.run.unit
+            texts = [
+                f"evaluation loss {found['loss']:.4f} over {found[unit]:,} {unit}{f' of {name}' if name else ''}"
+                for name, found in measured.items()
+            ]
             tell("evaluated", values)
             line |= values | {m.ROWS: rows_identity(None if batches is None else batches.rows.documents, self.answers)}
             if answers is not None:
                 line[SAMPLES] = answers.samples
-        monitor.run.history.append({"step": step, **values})
+        monitor.run.history.extend({"step": step, **of_set} for of_set in by_set(values, self.further()))
         if batches is not None:
-            unit = monitor.run.unit
-            monitor.progress.print(
-                f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values[f'eval_{unit}']:,} {unit}"
-            )
+            monitor.progress.print("\n".join(f"step {step}: {text}" for text in texts))
         if answers is not None:
             begin, *samples = answers.lines()
             monitor.progress.print("\n".join([f"step {step}: {begin}", *samples]))
         self.saver.evaluated(step, state, values)
-        return values.get("eval_loss", math.nan)
+        return loss
 
     def _capture(self, programs: Programs):
         """A context that traces and then writes the profile, with the programs' HLO."""

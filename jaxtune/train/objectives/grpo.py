@@ -103,19 +103,23 @@ def rloo_advantages(
     kl: np.ndarray | None = None,
     beta: float = 0.0,
     normalize: bool = False,
+    clip: tuple[float, float] | None = None,
 ) -> np.ndarray:
     """RLOO's advantages, float32[answers]: reward minus the mean of the group's others. 0 without a reward or another
     scored answer; equal ones give 0 exactly. Raises ValueError as `group_advantages`.
 
       rewards, weights: as `group_advantages`.
       kl: float[answers], sums of log p - log p_ref; beta times it is subtracted from the reward.
+      clip: the least and greatest weighted reward, before `kl`; None: no limits.
       normalize: to mean 0 and deviation 1 over the batch.
       num_generations: consecutive answers of one prompt, a group.
     """
     rewards = _in_groups("rloo_advantages", rewards, num_generations)
     total = total_rewards(rewards, weights)
-    if kl is not None and beta:
-        total = total - beta * np.asarray(kl, np.float64)
+    if clip is not None:
+        total = np.clip(total, *clip)
+    if (kl is not None and beta) or clip is not None:
+        total = total - (0.0 if kl is None else beta * np.asarray(kl, np.float64))
         equal = equal_rewards(total[:, None], num_generations)
     else:
         equal = equal_rewards(rewards, num_generations, weights)

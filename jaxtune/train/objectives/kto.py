@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ class KTO(Referenced):
 
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """"apo_zero_unpaired" (2408.06266) takes 0 for kl, and needs no mismatched answers."""
 
     name: ClassVar[str] = "kto"  # by which objective.name selects it
     row_format: ClassVar[str | None] = LABELLED  # data rows have one answer and a label
@@ -53,7 +55,7 @@ class KTO(Referenced):
 
     @property
     def by_micro_batch(self) -> bool:
-        return True  # its mismatched answers estimate the divergence
+        return self.loss_type == "kto"  # its mismatched answers estimate the divergence
 
     def prepare(
         self,
@@ -72,7 +74,7 @@ class KTO(Referenced):
         data_set = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows, pictures=pictures)
         if was_prepared:
             return data_set
-        documents, labels = with_mismatched_answers(data_set.documents)
+        documents, labels = with_mismatched_answers(data_set.documents, self.loss_type == "kto")
         reference = data_set.reference  # NaN, for as many documents as before
         return dataclasses.replace(
             data_set, documents=documents, labels=labels, reference=reference, second_yields=True
@@ -124,15 +126,20 @@ def _mismatched_there(batch: Batch) -> jax.Array:
     return ((batch.segment_ids[..., None] == seconds) & (batch.weights > 0)[..., None]).any(1)
 
 
-def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
+def with_mismatched_answers(documents: Documents, mismatched: bool = True) -> tuple[Documents, np.ndarray]:
     """KTO's pairs of documents, and float32[rows] labels (1: desirable): each row's own document, then its prompt with
     the answer of the nearest row before, cyclically, with another prompt (with one prompt only: the row before). An
     answer begins with the first trained token; pictures are those of its tokens.
 
       documents: two a row, the second (desirable) or first (undesirable) empty.
+      mismatched: False: the second document of each pair is empty.
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
     indices = 2 * np.arange(len(labels)) + ~labels
+    if not mismatched:
+        lengths = documents.lengths[indices].tolist()
+        own = [[[(index, 0, length)], [(index, 0, 0)]] for index, length in zip(indices.tolist(), lengths, strict=True)]
+        return documents.joined([piece for pair in own for piece in pair]), labels.astype(np.float32)
     begins = _begins(documents, indices)
     prompts = [documents.key(index, begin) for index, begin in zip(indices.tolist(), begins, strict=True)]
     return _mismatched(documents, indices, begins, _nearest_of_others(prompts)), labels.astype(np.float32)

@@ -257,11 +257,14 @@ class GRPO(Declared):
         )
 
     def zero_gradient(self, line: Mapping[str, float]) -> str | None:
-        """Also where ratios are clipped, which only weights do that have changed since the answers were sampled; those
-        above `delta` are in no metric.
+        """Also where ratios are clipped, which only weights do that have changed since the answers were sampled (those
+        above `delta` are in no metric), and where answers are masked: their loss is the mean of their advantages, whose
+        sum is 0 but for rounding.
         """
         if line.get("clip_ratio/region_mean", 0.0) > 0.0:
             return "the ratios of all answers that have an advantage are clipped"
+        if self.settings.mask_truncated_completions and line.get("completions/clipped_ratio", 0.0) > 0.0:
+            return "its answers reach max_completion_length, and have no part in the loss"
         return super().zero_gradient(line)
 
     def check(self, model: Decoder) -> None:
@@ -386,6 +389,9 @@ class RLOO(GRPO):
     normalize_advantages: bool = False
     """To mean 0 and deviation 1 over a generation."""
 
+    reward_clip_range: tuple[float, float] | None = None
+    """The least and greatest weighted reward of an answer."""
+
     name: ClassVar[str] = "rloo"  # by which objective.name selects it
 
     @property
@@ -421,6 +427,7 @@ class RLOO(GRPO):
             kl=kl,
             beta=self.losses.beta,
             normalize=self.normalize_advantages,
+            clip=self.reward_clip_range,
         )
 
     def _sums(self, answers: Answers, scale: jax.Array | float) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

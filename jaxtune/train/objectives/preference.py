@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -290,12 +290,30 @@ class DPO(Referenced):
 
     name: ClassVar[str] = "dpo"  # by which objective.name selects it
 
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """With d the chosen log-ratio minus the rejected: "sigmoid" -log sigmoid(beta d); "hinge" (2305.10425) max(0, 1 -
-    beta d); "ipo" (2310.12036) (d - 1 / (2 beta))^2, with log-ratios per token (not in metrics).
+    loss_type: Literal[
+        "sigmoid",
+        "ipo",
+        "hinge",
+        "exo_pair",
+        "nca_pair",
+        "robust",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+        "sigmoid_norm",
+    ] = "sigmoid"
+    """With r the log-ratios and d the difference of the scores (f_divergence_type), chosen minus rejected: "sigmoid"
+    -log sigmoid(beta d); "hinge" (2305.10425) max(0, 1 - beta d); "ipo" (2310.12036) (d - 1 / (2 beta))^2 and
+    "sigmoid_norm" -log sigmoid(beta d), both with scores per token (not in metrics); `_PAIR_LOSSES` has the others.
     """
     label_smoothing: float = 0.0
-    """Probability, 0 to below 1, of a wrong label; for "sigmoid"."""
+    """Probability, 0 to below 1, of a wrong label; for "sigmoid", "robust" and "exo_pair"."""
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """How a log-ratio becomes a score (2309.16240): by the derivative of the divergence's f."""
+    f_alpha_divergence_coef: float = 0.5
+    discopop_tau: float = 0.05
 
     def wrong_start(self, line: Mapping[str, float]) -> str | None:
         if (reason := super().wrong_start(line)) is not None or self.loss_type != "sigmoid":
@@ -305,14 +323,55 @@ class DPO(Referenced):
         return None
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        if self.loss_type == "ipo":
-            unscaled = unscaled / answers.tokens
-        logits = unscaled[..., 0] - unscaled[..., 1]
+        if self.loss_type == "sppo_hard":  # arXiv 2405.00675
+            half = 0.5 / self.beta
+            return (unscaled[..., 0] - half) ** 2 + (unscaled[..., 1] + half) ** 2, {}
+        if (loss := _PAIR_LOSSES.get(self.loss_type)) is not None:
+            return loss(self.beta * unscaled[..., 0], self.beta * unscaled[..., 1]), {}
+        scores = self._scores(unscaled)
+        if self.loss_type in ("ipo", "sigmoid_norm"):
+            scores = scores / answers.tokens
+        logits = scores[..., 0] - scores[..., 1]
         if self.loss_type == "ipo":
             return (logits - 1.0 / (2.0 * self.beta)) ** 2, {}
+        logits = self.beta * logits
         if self.loss_type == "hinge":
-            return jax.nn.relu(1.0 - self.beta * logits), {}
-        return _smoothed(self.beta * logits, self.label_smoothing), {}
+            return jax.nn.relu(1.0 - logits), {}
+        if self.loss_type == "discopop":  # arXiv 2406.08414
+            mixed = jax.nn.sigmoid(logits / self.discopop_tau)
+            return -jax.nn.log_sigmoid(logits) * (1.0 - mixed) + jnp.exp(-logits) * mixed, {}
+        smoothing = self.label_smoothing
+        if self.loss_type == "robust":  # arXiv 2403.00409
+            right, wrong = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
+            return (-(1.0 - smoothing) * right + smoothing * wrong) / (1.0 - 2.0 * smoothing), {}
+        if self.loss_type == "exo_pair":  # arXiv 2402.00856: the divergence from the labels' distribution
+            right = jax.nn.sigmoid(logits) * (jax.nn.log_sigmoid(logits) - math.log1p(-smoothing))
+            return right + jax.nn.sigmoid(-logits) * (jax.nn.log_sigmoid(-logits) - math.log(smoothing)), {}
+        return _smoothed(logits, smoothing), {}
+
+    def _scores(self, ratios: jax.Array) -> jax.Array:
+        slope = self.f_alpha_divergence_coef - 1.0
+        if self.f_divergence_type == "forward_kl":
+            return 1.0 - jnp.exp(-ratios)
+        if self.f_divergence_type == "js_divergence":
+            return math.log(2.0) + jax.nn.log_sigmoid(ratios)
+        if self.f_divergence_type == "alpha_divergence" and abs(slope) >= 1e-6:
+            return (jnp.exp(jnp.minimum(slope * ratios, 80.0)) - 1.0) / slope
+        return ratios
+
+
+# DPO's losses of the rewards, beta times the log-ratios, of a pair's chosen and rejected answer.
+_PAIR_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    # arXiv 2402.05369
+    "nca_pair": lambda chosen, rejected: (
+        -jax.nn.log_sigmoid(chosen) - 0.5 * (jax.nn.log_sigmoid(-chosen) + jax.nn.log_sigmoid(-rejected))
+    ),
+    # arXiv 2404.04656
+    "bco_pair": lambda chosen, rejected: -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected),
+    # arXiv 2408.06266
+    "apo_zero": lambda chosen, rejected: jax.nn.sigmoid(-chosen) + jax.nn.sigmoid(rejected),
+    "apo_down": lambda chosen, rejected: jax.nn.sigmoid(chosen) + jax.nn.sigmoid(rejected - chosen),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,6 +168,14 @@ class StoredTeacher:
             return train, held_out
         assert isinstance(train, TokenDataset), "run_rows refuses others (needs_rows_before)"
         return self._attached(train, "data.train"), held_out and self._attached(held_out, "data.eval")
+
+    def attach_further(self, sets: Mapping[str, TokenDataset]) -> list[TokenDataset]:
+        """The sets; ConfigError if they need a teacher's values, which are stored for data.train and data.eval."""
+        if sets and self._column is not None:
+            raise ConfigError(
+                f"{self._column.key}: further sets of held-out rows ({', '.join(sets)}) have no stored values; give one"
+            )
+        return list(sets.values())
 
     def _attached(self, rows: TokenDataset, rows_key: str) -> TokenDataset:
         """A copy of `rows` with places for the values. rows_key: the config key of the rows."""

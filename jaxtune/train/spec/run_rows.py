@@ -7,6 +7,7 @@ import dataclasses
 import math
 import numbers
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtune.models.config import DecoderConfig
@@ -153,6 +154,15 @@ def _weighted(rows: object) -> list[tuple[object, float]]:
                 f"train_rows: the weight of {name} = {weight}: must be greater than 0; leave such rows out"
             )
     return pairs
+
+
+def alike(held_out: Sequence[TokenDataset]) -> list[TokenDataset]:
+    """The sets with as much room for documents and patches in a row as any needs, so that one program evaluates all."""
+    if len(held_out) < 2:
+        return list(held_out)
+    most = max(data.rows.max_documents for data in held_out)
+    patches = max(data.rows.patches for data in held_out)
+    return [data.with_max_documents(most).with_patches(patches) for data in held_out]
 
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import optax
@@ -39,7 +40,7 @@ from jaxtune.train.references.stored_teachers import StoredTeacher
 from jaxtune.train.sampled.rollouts import SampledAnswers
 from jaxtune.train.spec import checks, own_parts
 from jaxtune.train.spec.pictures import refusal
-from jaxtune.train.spec.run_rows import Reader, run_rows
+from jaxtune.train.spec.run_rows import Reader, alike, run_rows
 from jaxtune.train.spec.update_rule import UpdateRule, update_rule
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class RunRows:
     """None if they are not known before the run."""
     held_out: TokenDataset | None
     """Those with a loss."""
+    further: Mapping[str, TokenDataset]
+    """Further sets with a loss, by name."""
     answers: AnswerMetrics | None
     """Of evaluation.generate."""
 
@@ -112,6 +115,7 @@ def resolve(
     train_rows: object = None,
     eval_rows: object = None,
     *,
+    further_eval_rows: Mapping[str, object] = MappingProxyType({}),
     trains: bool = True,
     profile_steps: int = 0,
     checks_folder: bool = False,
@@ -120,6 +124,7 @@ def resolve(
 
       tokenizer: with the rows' chat template.
       train_rows, eval_rows: None: the config's.
+      further_eval_rows: {name: rows} of sets that are evaluated beside eval_rows.
       trains: False: rows of data.eval_rows stay out of training even if others are evaluated on.
       checks_folder: refuse another run's output folder before rows are read.
 
@@ -159,13 +164,18 @@ def resolve(
     if checks_folder:
         require_own_folder(config_to_dict(config), isinstance(config.data.length, Unset))
     train, held_out = stored.attach(*run_rows(reader, train_rows, eval_rows, not trains))
+    sets = [] if held_out is None else [held_out]
+    sets += stored.attach_further({name: reader.tokenised(rows) for name, rows in further_eval_rows.items()})
     batches = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config.steps, config.epochs, batches.steps_per_epoch)
     if isinstance(train, TokenDataset) and train.unit.counts_examples:
         division = config.rows_per_step, config.micro_batches, config.mesh, config.seed
-        batches, held_out = pack_steps(train, held_out, steps, *division)
-    if held_out is not None and config.data.patches_per_row is None and batches.patches:
-        held_out = held_out.with_patches(max(batches.patches, held_out.rows.largest_patches))
+        batches, sets = pack_steps(train, sets, steps, *division)
+    if config.data.patches_per_row is None and batches.patches:
+        sets = [data.with_patches(max(batches.patches, data.rows.largest_patches)) for data in sets]
+    sets = alike(sets)
+    held_out = None if held_out is None else sets.pop(0)
+    further = dict(zip(further_eval_rows, sets, strict=True))
     if isinstance(batches, SampledAnswers) and isinstance(config.data.length, Unset):
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=batches.length))
     of_tower = None if tower is None else tower.config
@@ -174,7 +184,7 @@ def resolve(
     checks.require_sampling(step.needs.sampler, batches)
     checks.require_observable(model.qat, step.needs)
     checks.require_starts_within(steps, config.profile, profile_steps, config.qat)
-    rows = RunRows(batches, train if isinstance(train, TokenDataset) else None, held_out, answers)
+    rows = RunRows(batches, train if isinstance(train, TokenDataset) else None, held_out, further, answers)
     counts = steps, batches.steps_per_epoch
     spec = RunSpec(
         config=config,

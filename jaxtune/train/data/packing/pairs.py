@@ -109,7 +109,7 @@ class PackedPairs(PlannedRows):
         )
         self.max_pairs = max_pairs or self.plan.max_documents
         self.max_documents = 2 * self.max_pairs
-        self.without_second = int((out[:, 1] & ~dropped).sum())
+        self.without_second = int((out[:, 1] & ~dropped & (lengths[:, 1] > 0)).sum())
         is_cut = (kept_lengths < lengths) & ~dropped[:, None]
         if second_yields:
             is_cut[:, 1] = False

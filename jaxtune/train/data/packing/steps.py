@@ -7,6 +7,7 @@ needs lengths alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -165,19 +166,19 @@ def _most_equal(rows: np.ndarray) -> int:
 
 def pack_steps(
     train: TokenDataset,
-    held_out: TokenDataset | None,
+    held_out: Sequence[TokenDataset],
     steps: int,
     examples: int,
     micro_batches: int | None,
     mesh: MeshConfig | None,
     seed: int,
-) -> tuple[StepBatches, TokenDataset | None]:
-    """Packs all steps of a run: (their batches, held-out rows in rows of the same length or None). Raises ValueError as
+) -> tuple[StepBatches, list[TokenDataset]]:
+    """Packs all steps of a run: (their batches, sets of held-out rows in rows of the same length). Raises ValueError as
     `rows`. examples: of a step.
 
-    Rows are as long as the longest document or pair of both sets, in multiples of 64 tokens, at most `train.longest`.
+    Rows are as long as the longest document or pair of all sets, in multiples of 64 tokens, at most `train.longest`.
     """
-    longest = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
+    longest = max(int(data.rows.lengths.max()) for data in (train, *held_out))
     length = min(train.longest, -(-longest // _WIDTH) * _WIDTH)
     batches = StepBatches(
         train.rows,
@@ -189,7 +190,7 @@ def pack_steps(
         seed=seed,
         order=train.order,
     )
-    return batches, None if held_out is None else held_out.in_rows(length)
+    return batches, [data.in_rows(length) for data in held_out]
 
 
 def _devices(mesh: MeshConfig | None) -> int:
