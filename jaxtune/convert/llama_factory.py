@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.convert import common, factory_templates
-from jaxtune.convert.translation import Translation
-from jaxtune.system.files import read_text
+from jaxtune.convert.translation import Translation, short
+from jaxtune.system.files import read_plain
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.sections import OPTIMIZERS
 
 _STAGES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
 _LOSSES = {"sigmoid": "dpo", "ipo": "dpo", "hinge": "dpo", "orpo": "orpo", "simpo": "simpo"}
 _OTHER_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
+_TYPES = dict.fromkeys(("file_name", "hf_hub_url", "subset", "split", "folder"), "text") | {"columns": "mapping"}
+_TYPES |= {"tags": "mapping", "ranking": "bool", "num_samples": "int", "formatting": '"alpaca"|"sharegpt"|"openai"'}
 _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")  # rows that no reader reaches
 
 
@@ -24,6 +26,8 @@ def translate(recipe: Translation, folder: Path) -> None:
     ConfigError for a stage that no recipe can mean. folder: the config's, for dataset_info.json.
     """
     path = recipe["model_name_or_path"]
+    if recipe["train_from_scratch"] and recipe["finetuning_type"] != "full":
+        raise ConfigError("train_from_scratch = true: random weights are all trained; set finetuning_type: full")
     if recipe["train_from_scratch"]:
         recipe.set("model.from_config", str(Path(path) / "config.json"))
         recipe.set("model.tokenizer", path)
@@ -51,8 +55,7 @@ def translate(recipe: Translation, folder: Path) -> None:
     common.precision(
         recipe, bool(recipe["bf16"] or recipe["pure_bf16"]), bool(recipe["fp16"]), "bf16", "fp16", "pure_bf16"
     )
-    if recipe["pure_bf16"] and recipe.get("adapter") is None:
-        recipe.set("optim.weights", "bf16")
+    common.weights(recipe, bool(recipe["pure_bf16"]), "pure_bf16")
     common.held_out(recipe, "val_size")
     common.saves(recipe)
     common.early_stop(recipe, "early_stopping_steps")
@@ -175,7 +178,11 @@ def _template(recipe: Translation, method: str) -> None:
 
 def _mixture(recipe: Translation) -> None:
     """data.train with shares, if rows are interleaved by probabilities."""
-    shares = [float(text) for text in common.listed(recipe["interleave_probs"])]
+    given = recipe["interleave_probs"]
+    try:
+        shares = [float(share) for share in common.listed(given)]
+    except ValueError:
+        raise ConfigError(f"interleave_probs = {short(given)}: numbers, with commas between them") from None
     names = recipe.get("data.train")
     if not shares or recipe["mix_strategy"] == "concat" or not isinstance(names, list):
         return
@@ -222,8 +229,8 @@ def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
         path = base / name / "dataset_info.json"
         if path.is_file():
             try:
-                entries = json.loads(read_text(path))
-            except ValueError as error:
+                entries = json.loads(read_plain(path).decode("utf-8-sig"))
+            except (ValueError, OSError) as error:
                 raise ConfigError(f"{path} is no JSON: {error}") from None
             if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
                 raise ConfigError(f"{path} is no object of data sets, each an object such as {{'file_name': 'a.json'}}")
@@ -237,8 +244,13 @@ def _registered(recipe: Translation, name: str, dataset_info: Mapping[str, Any],
     if entry is None:
         recipe.lack(f"data set {name}", name, "it is not in dataset_info.json: put its file or hub name there")
         return name
+    entry = recipe.fitted(_TYPES, entry, name)
+    for key in ("columns", "tags"):
+        entry[key] = recipe.fitted(
+            dict.fromkeys(entry.get(key) or (), "text"), entry.get(key) or {}, f"{key} of {name}"
+        )
     common.columns(recipe, _columns(entry, method, recipe, name), name)
-    tags = entry.get("tags") or {}
+    tags = entry["tags"]
     usual = {"role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user")}
     usual |= {"assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
     usual |= {"observation_tag": ("observation", "tool"), "function_tag": ("function_call", "function")}

@@ -79,7 +79,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     """
     options = encoder.pictures
     accesses = [None if options is None else dataclasses.replace(options.access(row.file), asked=[]) for row in rows]
-    outcome = [attempt(_examples, row, access) for row, access in zip(rows, accesses, strict=True)]
+    outcome = [attempt(examples_of, row, access) for row, access in zip(rows, accesses, strict=True)]
     examples = [
         answer_example
         for row_outcome in outcome
@@ -163,7 +163,7 @@ def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
     return alike
 
 
-def _examples(row: Row, access: PictureAccess | None) -> list[Example] | list[Example | None]:
+def examples_of(row: Row, access: PictureAccess | None) -> list[Example] | list[Example | None]:
     """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
     if row.value is None:
         raise RowError(row.error)
