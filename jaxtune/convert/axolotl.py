@@ -387,8 +387,7 @@ def _adapter(recipe: Translation) -> None:
     elif kind in ("lora", "qlora"):
         for key, ours, default in (("lora_r", "r", 8), ("lora_alpha", "lora_alpha", 8)):
             recipe.set(f"adapter.{ours}", default if recipe[key] is None else recipe[key])
-        if recipe["lora_dropout"]:
-            recipe.set("adapter.lora_dropout", recipe["lora_dropout"])
+        common.dropout(recipe, is_off=recipe.get("objective.name") not in (None, "grpo"))
         _targets(recipe)
     elif kind is not None:
         raise ConfigError(f"adapter = {kind!r}: a method of axolotl that jaxtune does not have; lora, qlora, or none")

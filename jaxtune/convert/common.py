@@ -364,6 +364,17 @@ def listed(value: Any) -> list[str]:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else list(value)
 
 
+def dropout(recipe: Translation, is_off: bool) -> None:
+    """Sets adapter.lora_dropout. is_off: whether the other program's trainer turns dropout off."""
+    if not (rate := recipe["lora_dropout"]):
+        return
+    if is_off:
+        method = recipe.get("objective.name")
+        recipe.notes.append(f"adapter.lora_dropout: none; {recipe.program} turns its {rate} off for {method}")
+    else:
+        recipe.set("adapter.lora_dropout", rate)
+
+
 def set_kind(recipe: Translation, saved_modules_key: str) -> None:
     """Sets what kind of adapter it is: rsLoRA, DoRA, and modules that are trained whole."""
     if modules_to_save := listed(recipe[saved_modules_key]):

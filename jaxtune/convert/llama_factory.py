@@ -99,6 +99,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
         common.rows(recipe, key, [f"{name}[:{most}]" if most else name for name in names])
     _pictures(recipe, dataset_info)
     recipe.set("data.length", recipe["cutoff_len"], "cutoff_len")
+    recipe.notes.append("data.length: longer rows lose their end; there of each turn the question and the answer do")
     if recipe["streaming"]:
         if recipe["max_steps"] > 0:
             recipe.set("data.streaming", True)
@@ -172,6 +173,8 @@ def _template(recipe: Translation, method: str) -> None:
         recipe.set("data.train_on", "turns")
     if form.get("efficient_eos") and method == "sft":
         recipe.notes.append(f"data.template: {name} trains on EOS between turns, too, where its rows have no EOS")
+    if factory_templates.joins(form):
+        recipe.lack("template", name, "an answer's first letters may share a token with its prompt; there they do not")
     if not factory_templates.begins_with_bos(form):
         recipe.notes.append(f"data.template: {name} writes no BOS; a tokenizer that adds one does so here")
 
@@ -214,8 +217,7 @@ def _adapter(recipe: Translation) -> None:
     rank = recipe["lora_rank"]
     recipe.set("adapter.r", rank)
     recipe.set("adapter.lora_alpha", recipe["lora_alpha"] if recipe["lora_alpha"] is not None else 2 * rank)
-    if recipe["lora_dropout"]:
-        recipe.set("adapter.lora_dropout", recipe["lora_dropout"])
+    common.dropout(recipe, is_off=recipe["stage"] in ("dpo", "kto"))
     modules = common.listed(recipe["lora_target"])
     recipe.set("adapter.target_modules", "all-linear" if modules == ["all"] else modules)
     if parameters := common.listed(recipe["lora_target_parameters"]):

@@ -209,8 +209,9 @@ def _adapter(recipe: Translation) -> None:
         common.refuse_quantised(recipe, "use_peft")
         recipe.set("adapter", None)
         return
-    for key, ours in (("lora_r", "r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout")):
+    for key, ours in (("lora_r", "r"), ("lora_alpha", "lora_alpha")):
         recipe.set(f"adapter.{ours}", recipe[key])
+    common.dropout(recipe, is_off=bool(recipe["disable_dropout"]))
     modules, parameters = common.listed(recipe["lora_target_modules"]), common.listed(recipe["lora_target_parameters"])
     if not modules and not parameters:
         recipe.lack(
