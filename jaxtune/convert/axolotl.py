@@ -399,6 +399,10 @@ def _adapter(recipe: Translation) -> None:
 def _targets(recipe: Translation) -> None:
     """Sets the adapter's target_modules and target_parameters."""
     modules, parameters = recipe["lora_target_modules"], recipe["lora_target_parameters"]
+    if not (recipe["lora_target_linear"] or modules or parameters):
+        recipe.lack(
+            "lora_target_modules", modules, "nothing to adapt; all-linear is taken, as lora_target_linear: true"
+        )
     if recipe["lora_target_linear"] or not (modules or parameters):
         recipe.set("adapter.target_modules", "all-linear")
     elif isinstance(modules, str) and not re.fullmatch(r"[\w.,\s-]+", modules):

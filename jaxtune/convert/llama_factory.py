@@ -34,6 +34,8 @@ def translate(recipe: Translation, folder: Path) -> None:
     else:
         recipe.set("model.path", path)
     stage = recipe["stage"]
+    if not recipe["do_train"] and recipe.sets("do_train", "do_predict", "do_eval", "predict_with_generate"):
+        recipe.lack("do_train", False, "a recipe trains; `jaxtune evaluate` and `jaxtune generate` do not")
     if stage not in _STAGES:
         raise ConfigError(
             f"stage = {stage!r}: jaxtune has no such method; learning from rewards is objective.name=grpo, with "
@@ -108,6 +110,8 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
     _mixture(recipe)
     packs = bool(recipe["neat_packing"]) or (stage == "pt" if recipe["packing"] is None else bool(recipe["packing"]))
     common.packing(recipe, method, packs, *(("packing",) if recipe.sets("packing", "neat_packing") else ()))
+    if packs and stage != "pt" and not recipe["neat_packing"]:
+        recipe.notes.append("data.packing: documents of a row do not see each other; there only with neat_packing")
     if recipe["train_on_prompt"] or stage == "pt":
         recipe.set("data.train_on", "all")
     if recipe["mask_history"]:

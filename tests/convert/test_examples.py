@@ -78,6 +78,8 @@ FOLLOWED = {
         {},
         ["lora_target_modules"],
     ),
+    "nothing to adapt": ("axolotl", {"adapter": "lora", "datasets": ALPACA}, {}, ["lora_target_modules"]),
+    "prediction": ("LLaMA-Factory", {**FACTORY, "do_train": False, "do_predict": True}, {}, ["do_train"]),
     "shards": ("axolotl", {"datasets": ALPACA, "dataset_shard_num": 4, "dataset_shard_idx": 0}, {}, ["dataset_shard"]),
     "factory's lora": (
         "LLaMA-Factory",
@@ -114,6 +116,12 @@ FOLLOWED = {
     "trl's full": ("kto", TRL, {"optim.weights": "fp32", "adapter": None}, []),
     "trl's bf16": ("reward", {**TRL, "dtype": "bfloat16"}, {"optim.weights": "bf16"}, []),
     "trl's dtype": ("reward", {**TRL, "dtype": "auto"}, {}, ["dtype"]),
+    "scales": (
+        "grpo",
+        {"dataset_name": "org/rows", **PEFT, "reward_funcs": ["my.score"], "scale_rewards": False},
+        {"objective.scale_rewards": "none"},
+        [],
+    ),
     "files by split": (
         "dpo",
         {"datasets": [{"path": "json", "data_files": {"train": "a.jsonl"}}], **PEFT, "max_length": 512},

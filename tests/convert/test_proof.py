@@ -12,7 +12,7 @@ from jaxtune.cli import main
 PAIR = {"prompt": "a?", "chosen": "b", "rejected": "c"}
 TALK = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
 ALPACA = {"instruction": "a?", "input": "", "output": "b"}
-AXOLOTL = {"base_model": "m", "learning_rate": 1e-4, "adapter": "lora"}
+AXOLOTL = {"base_model": "m", "learning_rate": 1e-4, "adapter": "lora", "lora_target_linear": True}
 TRL = {"model_name_or_path": "m", "use_peft": True, "lora_target_modules": "all-linear", "max_length": 512}
 # {name: (the config without its rows, a row that renders, one that does not, what is said of it)}
 CASES = {
