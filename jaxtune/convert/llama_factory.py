@@ -264,7 +264,8 @@ def _registered(recipe: Translation, name: str, dataset_info: Mapping[str, Any],
         if value not in usual.get(tag, ()):
             recipe.lack(f"{tag} of {name}", value, "rename it in the rows")
     lost = {"num_samples": f"{name}[:N] behind its file or name reads its first N rows"}
-    if file := entry.get("file_name"):
+    file = entry.get("file_name")
+    if file and not any(entry.get(key) for key in ("hf_hub_url", *_ELSEWHERE)):  # which the program looks for first
         [source] = common.of_split(recipe, [str(Path(entry["base"]) / file)], entry.get("split"), name)
     elif "hf_hub_url" in entry:
         lost["folder"] = "a file, or a data set with these rows at its top"

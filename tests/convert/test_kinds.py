@@ -144,3 +144,29 @@ def test_what_is_no_regular_file_is_an_error(kind, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("model_name_or_path: m\nstage: sft\ndataset: a\ntemplate: qwen\n")
     assert main(["convert", str(tmp_path / "config.yaml")]) == 3  # the data set is not registered
     assert "data set a" in capsys.readouterr().err
+
+
+ELSEWHERE = {"hf_hub_url": "org/rows", "ms_hub_url": "org/rows", "script_url": "script", "cloud_file_name": "s3://rows"}
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_a_file_beside_an_address_is_not_what_is_read(key, tmp_path):
+    (tmp_path / "registered").mkdir()
+    entry = {"file_name": "rows.json", key: ELSEWHERE[key]}
+    (tmp_path / "registered/dataset_info.json").write_text(json.dumps({"mine": entry}))
+    recipe = recipe_of(FACTORY, tmp_path)
+    assert recipe.get("data.train") == ("org/rows" if key == "hf_hub_url" else "mine")
+    assert any(line.startswith(f"{key} of mine") for line in recipe.lacking) == (key != "hf_hub_url")
+
+
+@pytest.mark.parametrize("key", ["file_name", "columns", "tags", "formatting", "ranking", "split", "num_samples"])
+def test_what_an_entry_of_dataset_info_has_is_checked(key, tmp_path):
+    (tmp_path / "registered").mkdir()
+    for value in ([1, "a"], {"prompt": 7}, {"prompt": None}, 0.5):
+        entry = {"file_name": "rows.json", key: value}
+        (tmp_path / "registered/dataset_info.json").write_text(json.dumps({"mine": entry}))
+        if key in ("columns", "tags") and value == {"prompt": None}:
+            assert recipe_of(FACTORY, tmp_path).get("data.train")
+        else:
+            with pytest.raises(ConfigError, match=f"{key} of mine"):
+                recipe_of(FACTORY, tmp_path)
