@@ -11,7 +11,7 @@ from jaxtune.convert import common
 from jaxtune.convert.translation import Translation
 from jaxtune.train.config import ConfigError, DataConfig, ModelConfig
 from jaxtune.train.config.file import config_from_dict
-from jaxtune.train.data.rendering.formats import asked
+from jaxtune.train.data.rendering.formats import Example, asked
 from jaxtune.train.data.rendering.packaged import PACKAGED
 from jaxtune.train.data.rendering.pictures import picture_access
 from jaxtune.train.data.rendering.templates import RowEncoder, Tokenizer
@@ -35,14 +35,15 @@ def prove(recipe: Translation) -> None:
         objective = decided_objective(config)
     except ValueError as error:
         raise ConfigError(f"the recipe that it would be: {error}") from None
-    tokenizer = None
+    tokenizer = _tokenizer(config.model)
+    _ask(recipe, config.data, tokenizer)
     for name in _names(config.data):
         path = Path(common.FIRST_ROWS.sub("", name)).expanduser()
         if not path.exists():
             if common.is_local(str(path)) and path.suffix and path.suffix.lower() not in SUFFIXES:
                 recipe.lack(f"rows of {name}", path.suffix, f"a file in one of the forms {', '.join(SUFFIXES)}")
             continue
-        tokenizer = tokenizer or _tokenizer(config.model) or _substitute()
+        tokenizer = tokenizer or _substitute()
         try:
             count = _render(name, config.data, objective, tokenizer)
         except (ValueError, OSError) as error:
@@ -50,6 +51,31 @@ def prove(recipe: Translation) -> None:
         else:
             how = "" if tokenizer.name_or_path else ", with another tokenizer, as the model's is not here"
             recipe.proved.append(f"the first {count} of {name}{how}")
+
+
+_WRITTEN = "data.template: what it writes before an answer is trained on; there only the row's words"
+_JOINED = "data.train: a prompt and its answer are tokenised together; there apart, which SentencePiece shows"
+
+
+def _ask(recipe: Translation, data: DataConfig, tokenizer: Tokenizer | None) -> None:
+    """Lists what the model's tokenizer shows to be otherwise in the program; notes it if there is none to ask."""
+    doubts = [_WRITTEN] * (recipe.only_rows and data.template == "tokenizer") + [_JOINED] * recipe.apart
+    if tokenizer is None:
+        recipe.notes += doubts
+        return
+    if _WRITTEN in doubts:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            written = RowEncoder(tokenizer, template="tokenizer").before_answer(Example(messages=turns))
+        except ValueError as error:
+            recipe.lacking.append(f"data.template: {error}")
+        else:
+            recipe.lacking += [_WRITTEN] * bool(written.strip())
+    if _JOINED in doubts:
+        together, prompt, answer = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a:\nb", "a:\n", "b")
+        )
+        recipe.lacking += [_JOINED] * (together != prompt + answer)
 
 
 def _names(data: DataConfig) -> list[str]:

@@ -319,10 +319,11 @@ def _supervised(recipe: Translation, entry: Mapping[str, Any], kind: Any, label:
         common.columns(recipe, {} if field in ("messages", "conversations") else {"messages": field}, label)
         if recipe.get("data.template") is None:
             common.template(recipe, "tokenizer", label)
+        recipe.only_rows = True
         if recipe.get("data.template") == "qwen-3":
             recipe.set("data.template", _thought_untrained())
     elif kind == "alpaca":
-        recipe.notes.append(f"{label}: an answer is tokenised with its prompt; there apart, which SentencePiece shows")
+        recipe.apart = True
     elif method == "reward" and kind in ("bradley_terry.chat_template", "bradley_terry.llama3"):
         recipe.lack(f"type of {label}", kind, "a system message that is empty is left out; there its turn is written")
         if kind.endswith("llama3"):

@@ -28,6 +28,10 @@ class Translation:
     lacking: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     implied: list[str] = dataclasses.field(default_factory=list)
+    only_rows: bool = False
+    """Whether the program trains on nothing that a template writes before an answer."""
+    apart: bool = False
+    """Whether the program tokenises plain prompts and their answers apart."""
     proved: list[str] = dataclasses.field(default_factory=list)
     """The rows that were rendered."""
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)

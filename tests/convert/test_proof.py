@@ -97,7 +97,30 @@ def test_files_of_other_forms_are_named_though_they_are_elsewhere(name, tmp_path
 
 
 def test_a_local_tokenizer_renders_with_its_own_template(tmp_path, capsys, test_data):
-    folder = test_data / "tokenizers" / "qwen3"
+    folder = test_data / "tokenizers" / "qwen2.5"
     config = {**AXOLOTL, "base_model": str(folder), "type": "chat_template"}
     code, shown = convert(config, {"messages": TALK}, tmp_path, capsys)
     assert code == 0 and "with another tokenizer" not in shown.out.replace("\n#   ", " ")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "kind", "told"),
+    [
+        ("qwen3", "chat_template", "data.template: what it writes before an answer"),
+        ("qwen2.5", "chat_template", None),
+        ("llama-2", "chat_template", "the tokenizer has no chat template"),
+        ("llama-3.2", "alpaca", None),
+        ("llama-2", "alpaca", "data.train: a prompt and its answer are tokenised together"),
+    ],
+)
+def test_the_models_tokenizer_decides_what_differs(tokenizer, kind, told, tmp_path, capsys, test_data):
+    """As axolotl 0.21.0 rendered rows with these tokenizers; without one it is a note."""
+    config = {**AXOLOTL, "datasets": [{"path": "org/rows", "type": kind}]}
+    for folder in (str(test_data / "tokenizers" / tokenizer), "org/model"):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"base_model": folder}))
+        code = main(["convert", str(tmp_path / "config.yaml")])
+        shown = capsys.readouterr()
+        here = folder != "org/model"
+        assert code == (3 if here and told else 0)
+        assert (told or "no counterpart") in shown.err if here and told else not shown.err
+        assert here or "data." in shown.out.partition("It differs in")[2]
