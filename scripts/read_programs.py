@@ -95,14 +95,56 @@ UNSLOTH = "unsloth/models/rl.py"  # the function that rewrites TRL's configs
 
 def fields(source: str, name: str) -> dict[str, object]:
     """{field: its default} of a dataclass or pydantic model; null where there is none or it is computed."""
+    return {field: _default(statement.value)[1] for field, statement in _statements(source, name)}
+
+
+def types(source: str, name: str) -> dict[str, str]:
+    """{field: the kinds of values that it may have}, joined by |, in the words of jaxtune/convert/kinds.py."""
+    return {field: "|".join(dict.fromkeys(_kinds(one.annotation))) for field, one in _statements(source, name)}
+
+
+def _statements(source: str, name: str) -> list[tuple[str, ast.AnnAssign]]:
     classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
     body = next(node for node in classes if node.name == name).body
-    found = {}
+    found = []
     for statement in body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            alias, default = _default(statement.value)
-            found[alias or statement.target.id] = default
-    return {field: default for field, default in found.items() if not field.isupper() and "MIXLORA" not in field}
+            field = _default(statement.value)[0] or statement.target.id
+            if not field.isupper() and "MIXLORA" not in field:
+                found.append((field, statement))
+    return found
+
+
+_KINDS = {"str": "text", "int": "int", "float": "float", "bool": "bool", "dict": "mapping", "Any": "any"}
+_KINDS |= {"list": "list[any]", "tuple": "list[any]", "PositiveInt": "int", "torch.dtype": "text"}
+# Enums, whose values are texts; other classes are mappings.
+_TEXTS = (
+    *("RLType", "RingAttnFunc", "ChatTemplate", "CustomSupportedOptimizers", "Resampling", "QuantizationMethod"),
+    *("RopeScaling", "AttentionFunction", "EngineName", "IntervalStrategy", "SchedulerType", "OptimizerNames"),
+    *("SaveStrategy", "HubStrategy", "DebugOption"),
+)
+
+
+def _kinds(annotation: ast.expr) -> list[str]:
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _kinds(left) + _kinds(right)
+        case ast.Constant(value=None):
+            return ["null"]
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return [*_kinds(inner), "null"]
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, *_])):
+            return _kinds(inner)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            return [json.dumps(ast.literal_eval(value)) for value in values]
+        case ast.Subscript(value=ast.Name(id="list" | "tuple"), slice=inner):
+            first = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
+            return [f"list[{'|'.join(dict.fromkeys(_kinds(first)))}]"]
+        case ast.Subscript(value=ast.Name(id="dict")):
+            return ["mapping"]
+    name = ast.unparse(annotation)
+    return [_KINDS.get(name) or ("text" if name in _TEXTS else "mapping")]
 
 
 def _default(value: ast.expr | None) -> tuple[str | None, object]:
@@ -156,20 +198,24 @@ def replaced(source: str) -> dict[str, dict[str, object]]:
 
 
 def read(wheels: Iterable[Path]) -> dict[str, dict[str, object]]:
-    """{program: {"versions": {wheel: version}, "keys": {section: {key: default}}}}."""
+    """{program: {"versions": {wheel: version}, "keys": {section: {key: default}}, "types": {section: {key: ...}}}}."""
     paths = {path.name.split("-")[0]: path for path in wheels}
     programs: dict[str, dict[str, object]] = {}
     for program, sections in PROGRAMS.items():
         keys: dict[str, dict[str, object]] = {}
+        kinds: dict[str, dict[str, str]] = {}
         used: dict[str, str] = {}
         for section, classes in sections.items():
-            keys[section] = {}
+            keys[section], kinds[section] = {}, {}
             for wheel, module, name in classes:
                 used[wheel] = paths[wheel].name.split("-")[1]
                 with zipfile.ZipFile(paths[wheel]) as archive:
                     source = archive.read(module).decode()
                 keys[section] = {**fields(source, name), **keys[section]}
+                kinds[section] = {**types(source, name), **kinds[section]}
         programs[program] = {"versions": used, "keys": keys}
+        if program != "trl_scripts":  # of which convert reads nothing
+            programs[program]["types"] = kinds
     wheel = paths["unsloth"]
     with zipfile.ZipFile(wheel) as archive:
         keys = replaced(archive.read(UNSLOTH).decode())

@@ -17,30 +17,30 @@ _EXIT_LACKING = 3
 def run(arguments: Sequence[str]) -> int:
     """Print the recipe that a config of axolotl, LLaMA-Factory or TRL means.
 
-    What of it has no counterpart stands on stderr and in the recipe's comments; the exit code is then 3."""
+    What of it has no counterpart stands on stderr and in the recipe's comments; the exit code is then 3, also of a
+    config that no recipe can mean. The first rows of local files are read and rendered before."""
     parser = common.parser("convert", run.__doc__)
     parser.add_argument("config", help="a YAML or JSON file of axolotl, LLaMA-Factory, or one of TRL's commands")
     parser.add_argument("--trainer", help="TRL's command: sft, dpo, kto, reward, grpo or rloo")
     options = parser.parse_args(arguments)
     path = Path(options.config)
+    from jaxtune.commands import proof
     from jaxtune.convert import recipe_of
     from jaxtune.train.config import ConfigError
-    from jaxtune.train.config.file import config_from_dict, config_to_yaml, read_values
-    from jaxtune.train.spec.run_spec import decided_objective
+    from jaxtune.train.config.file import config_to_yaml, read_values
 
     values = read_values(path)
     try:
         recipe = recipe_of(values, path.parent, options.trainer)
+        proof.prove(recipe)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if recipe.get("data.train") is None:
-        recipe.set("data.train", "rows.jsonl")
-        recipe.lack("data.train", None, "the config names no rows: put a file or data set there")
-    decided_objective(config_from_dict(recipe.values))  # a recipe that is printed can be run
+        say(f"jaxtune: error: {path}: {error}", file=sys.stderr)
+        return _EXIT_LACKING
     say(f"# What {path} means, which is a config of {recipe.program}.\n#\n#   {spelled('train RECIPE.yaml')}")
     titles = {
         "It differs in": recipe.notes,
         f"The config does not say, and {recipe.program} has": recipe.implied,
+        "Rows that were rendered": recipe.proved,
         "It has no counterpart for": recipe.lacking,
     }
     for title, lines in titles.items():

@@ -13,7 +13,6 @@ from jaxtune.train.config import ConfigError
 from jaxtune.train.data.rendering.packaged import PACKAGED
 
 _METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo", "gdpo": "grpo"}
-_READERS = ("json", "csv", "parquet", "text", "arrow")
 
 
 def translate(recipe: Translation, folder: Path) -> None:
@@ -32,6 +31,7 @@ def translate(recipe: Translation, folder: Path) -> None:
     _chat_template(recipe)
     _data(recipe, method)
     _tokens(recipe)
+    _pictures(recipe)
     _adapter(recipe)
     if recipe.sets("batch_size") and not recipe.sets("gradient_accumulation_steps"):
         recipe.set("rows_per_step", recipe["batch_size"])
@@ -44,7 +44,9 @@ def translate(recipe: Translation, folder: Path) -> None:
     recipe.choose(("optimizer",), "optim.name", recipe.table.optimizers)
     common.schedule(recipe, "lr_scheduler")
     bf16, fp16 = recipe.first("bf16", "bfloat16"), recipe.first("fp16", "float16")
-    common.precision(recipe, bf16 in (True, "auto", "full") and not recipe["float32"], bool(fp16), "bf16", "fp16")
+    half = bf16 in (True, "auto") and not recipe["float32"]
+    common.precision(recipe, half, bool(fp16), "bf16", "fp16")
+    common.weights(recipe, half and not recipe.sets("deepspeed", "fsdp", "fsdp_config"), "bf16")
     common.held_out(recipe, "val_set_size")
     common.saves(recipe)
     common.early_stop(recipe, "early_stopping_patience")
@@ -72,6 +74,17 @@ _KERNELS = ("liger_", "cut_cross_entropy")  # keys of plugins that change no num
 
 def _of_kernels(key: str) -> bool:
     return key.startswith(_KERNELS)
+
+
+def _pictures(recipe: Translation) -> None:
+    """Rows of a model with a processor, whose masks the program finds by its chat_template."""
+    if recipe["processor_type"]:
+        recipe.lack(
+            "processor_type",
+            recipe["processor_type"],
+            "answers are trained on; there all text of rows with pictures, unless the program knows the template's "
+            "turns: for that data.train_on=all",
+        )
 
 
 def _tokens(recipe: Translation) -> None:
@@ -133,7 +146,7 @@ def _objective(recipe: Translation) -> str:
 def _grpo(recipe: Translation, rl: str) -> None:
     """Sets the objective's keys of the section `trl`."""
     section = recipe.table.sections["trl"]
-    trl_values = {key: value for key, value in (recipe["trl"] or {}).items() if value is not None}
+    trl_values = recipe.fitted(section.types, recipe["trl"] or {}, "trl")
     recipe.set_same(section, trl_values, {})
     beta = trl_values.get("beta", recipe["rl_beta"])
     if beta is not None:
@@ -144,8 +157,8 @@ def _grpo(recipe: Translation, rl: str) -> None:
         scale = trl_values["scale_rewards"]
         recipe.set("objective.scale_rewards", {True: "group", False: "none"}.get(scale, scale))
     functions = common.functions(recipe, common.listed(trl_values.get("reward_funcs")))
-    if trl_values.get("rollout_func"):
-        recipe.set("objective.rollout_func", common.functions(recipe, [trl_values["rollout_func"]])[0])
+    if rollout := common.functions(recipe, common.listed(trl_values.get("rollout_func")), "rollout_func"):
+        recipe.set("objective.rollout_func", rollout[0])
     if functions:
         recipe.set("objective.reward_funcs", functions)
     elif not trl_values.get("rollout_func"):
@@ -175,10 +188,10 @@ def _chat_template(recipe: Translation) -> None:
 
 def _data(recipe: Translation, method: str) -> None:
     """Sets data.train and data.eval of all entries, and how their rows are read."""
-    pretraining = recipe["pretraining_dataset"]
+    types, pretraining = recipe.table.sections["datasets"].types, recipe["pretraining_dataset"]
     entries = pretraining or recipe["datasets"] or []
     entries = [
-        {"path": dataset} if isinstance(dataset, str) else dataset
+        recipe.fitted(types, {"path": dataset} if isinstance(dataset, str) else dataset, "datasets")
         for dataset in ([entries] if isinstance(entries, Mapping | str) else entries)
     ]
     common.rows(
@@ -189,7 +202,11 @@ def _data(recipe: Translation, method: str) -> None:
     common.rows(
         recipe,
         "data.eval",
-        [rows for entry in recipe["test_datasets"] or [] for rows in _entry(recipe, entry, method, False)],
+        [
+            rows
+            for entry in recipe["test_datasets"] or []
+            for rows in _entry(recipe, recipe.fitted(types, entry, "test_datasets"), method, False)
+        ],
     )
     if pretraining or recipe["streaming"]:
         if (recipe["max_steps"] or 0) > 0:
@@ -217,13 +234,15 @@ def _entry(recipe: Translation, entry: Mapping[str, Any], method: str, pretraini
     path, files = str(entry.get("path")), entry.get("data_files")
     config, split = entry.get("name"), entry.get("split")
     if files or common.is_local(path):
-        names = _files(recipe, path, files) if files else [path]
+        names = common.files_of(recipe, path, files) if files else [path]
         names = common.of_split(recipe, names, split, ", ".join(names))
     elif config or split not in (None, "train"):
         names = [f"{path}:{config or ''}:{split or 'train'}"]
     else:
         names = [path]
     label = ", ".join(names)
+    if (files or common.is_local(path)) and entry.get("ds_type") not in (None, *common.READERS[:3]):
+        recipe.lack(f"ds_type of {label}", entry["ds_type"], f"one of {', '.join(common.READERS[:3])}")
     kind, sets = entry.get("type"), len(recipe.renames)
     if pretraining:
         common.columns(recipe, {"text": entry.get("text_column") or "text"}, label)
@@ -263,7 +282,8 @@ def _is_usual(key: str, value: Any, recipe: Translation) -> bool:
         "template_thinking_key": ("reasoning_content", "thinking"),
         "revision": ("main",),
     }
-    if key == "roles" and isinstance(value, Mapping):
+    if key == "roles":
+        value = recipe.fitted(dict.fromkeys(value, "list[text]"), value, "roles of datasets")
         return all(name == role or name in _ROLES.get(role, ()) for role, names in value.items() for name in names)
     return value in usual.get(key, ())
 
@@ -299,10 +319,11 @@ def _supervised(recipe: Translation, entry: Mapping[str, Any], kind: Any, label:
         common.columns(recipe, {} if field in ("messages", "conversations") else {"messages": field}, label)
         if recipe.get("data.template") is None:
             common.template(recipe, "tokenizer", label)
+        recipe.only_rows = True
         if recipe.get("data.template") == "qwen-3":
             recipe.set("data.template", _thought_untrained())
     elif kind == "alpaca":
-        recipe.notes.append(f"{label}: an answer is tokenised with its prompt; there apart, which SentencePiece shows")
+        recipe.apart = True
     elif method == "reward" and kind in ("bradley_terry.chat_template", "bradley_terry.llama3"):
         recipe.lack(f"type of {label}", kind, "a system message that is empty is left out; there its turn is written")
         if kind.endswith("llama3"):
@@ -358,14 +379,6 @@ def _preferences(recipe: Translation, entry: Mapping[str, Any], kind: str, label
         recipe.lack(f"type of {label}", kind, "rows with prompt, chosen and rejected; data.template writes their form")
 
 
-def _files(recipe: Translation, path: str, files: Any) -> list[str]:
-    names = [files] if isinstance(files, str) else files
-    if isinstance(names, list) and (path in _READERS or Path(path).expanduser().is_dir()):
-        return [str(name) if path in _READERS else str(Path(path) / str(name)) for name in names]
-    recipe.lack(f"data_files of {path}", files, "local files: data.train names each of them")
-    return [path]
-
-
 def _adapter(recipe: Translation) -> None:
     """Sets `adapter`, and the format of the frozen weights; ConfigError for a kind that is not here."""
     kind = recipe["adapter"]
@@ -375,20 +388,22 @@ def _adapter(recipe: Translation) -> None:
     elif kind in ("lora", "qlora"):
         for key, ours, default in (("lora_r", "r", 8), ("lora_alpha", "lora_alpha", 8)):
             recipe.set(f"adapter.{ours}", default if recipe[key] is None else recipe[key])
-        if recipe["lora_dropout"]:
-            recipe.set("adapter.lora_dropout", recipe["lora_dropout"])
+        common.dropout(recipe, is_off=recipe.get("objective.name") not in (None, "grpo"))
         _targets(recipe)
     elif kind is not None:
         raise ConfigError(f"adapter = {kind!r}: a method of axolotl that jaxtune does not have; lora, qlora, or none")
     else:
         recipe.set("adapter", None)
-        if recipe.get("model.load_in"):
-            raise ConfigError("load_in_4bit without adapter: quantised weights train through an adapter alone")
+        common.refuse_quantised(recipe, "adapter")
 
 
 def _targets(recipe: Translation) -> None:
     """Sets the adapter's target_modules and target_parameters."""
     modules, parameters = recipe["lora_target_modules"], recipe["lora_target_parameters"]
+    if not (recipe["lora_target_linear"] or modules or parameters):
+        recipe.lack(
+            "lora_target_modules", modules, "nothing to adapt; all-linear is taken, as lora_target_linear: true"
+        )
     if recipe["lora_target_linear"] or not (modules or parameters):
         recipe.set("adapter.target_modules", "all-linear")
     elif isinstance(modules, str) and not re.fullmatch(r"[\w.,\s-]+", modules):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune.convert.schedules import schedule_keys
-from jaxtune.convert.translation import Translation
-from jaxtune.train.config import OptimConfig
+from jaxtune.convert.schedules import RATES, schedule_keys
+from jaxtune.convert.translation import Translation, short
+from jaxtune.train.config import ConfigError, OptimConfig
 from jaxtune.train.config.objective import example_of
 from jaxtune.train.config.step_unit import StepUnit
 
@@ -23,7 +25,7 @@ def batch(recipe: Translation, rows_key: str, method: str) -> None:
     rows_key: the other program's key for rows on a device.
     method: of objective.name.
     """
-    rows, count = recipe[rows_key] or 1, recipe["gradient_accumulation_steps"] or 1
+    rows, count = (1 if recipe[key] is None else recipe[key] for key in (rows_key, "gradient_accumulation_steps"))
     recipe.set("rows_per_step", rows * count)
     recipe.notes.append(
         f"rows_per_step: {rows} {example_of(method)} x {count} micro-batches of one GPU (of several, multiply by their "
@@ -42,9 +44,11 @@ def length_of_run(recipe: Translation, epochs_key: str) -> None:
 
 def schedule(recipe: Translation, name_key: str) -> None:
     """Sets the section `schedule`, without warm-up. name_key: the other program's key for the scheduler's name."""
-    name, arguments = recipe[name_key], recipe["lr_scheduler_kwargs"] or {}
+    arguments, name = mapping(recipe, "lr_scheduler_kwargs"), recipe[name_key]
     if name is None:
         return
+    types = {key: "float" if key in RATES else "int|float|text" for key in arguments}
+    arguments = recipe.fitted(types, arguments, "lr_scheduler_kwargs")
     peak = float(recipe["learning_rate"] or OptimConfig().learning_rate)
     try:
         keys = schedule_keys(recipe.table, str(name), arguments, peak)
@@ -53,6 +57,17 @@ def schedule(recipe: Translation, name_key: str) -> None:
         return
     for key, value in keys.items():
         recipe.set(f"schedule.{key}", value, *((name_key,) if key == "name" else ()))
+
+
+def mapping(recipe: Translation, key: str) -> Mapping[str, Any]:
+    """A key's mapping, which may be JSON in a text; ConfigError for another text."""
+    value = recipe[key] or {}
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} = {short(value)}: {recipe.program} takes a mapping there, or JSON of one in a text")
+    return value
 
 
 def warmup(recipe: Translation, implied_ratio: float | None = None) -> None:
@@ -84,6 +99,19 @@ def precision(recipe: Translation, bf16: bool, fp16: bool, *sources: str) -> Non
     recipe.set("precision", "bf16" if bf16 else "fp16" if fp16 else "fp32", *sources)
 
 
+def weights(recipe: Translation, bf16: bool, *sources: str) -> None:
+    """Sets optim.weights of full fine-tuning, for which the adapter is null already.
+
+    recipe: gets the key, and a note.
+    bf16: whether the other program keeps the trained weights in bf16; else in float32.
+    sources: its keys that decide it.
+    """
+    if recipe.get("adapter") is None:
+        recipe.set("optim.weights", "bf16" if bf16 else "fp32", *sources)
+        if bf16:
+            recipe.notes.append("optim.weights: bf16 is rounded stochastically; there to the nearest")
+
+
 def packing(recipe: Translation, method: str, packs: bool, *sources: str) -> bool:
     """Sets data.packing, so that a step has as many examples as there; returns whether rows are packed.
 
@@ -101,6 +129,7 @@ def packing(recipe: Translation, method: str, packs: bool, *sources: str) -> boo
     return unit.shares_rows
 
 
+FIRST_ROWS = re.compile(r"\[:\d+\]$")
 _FIRST = re.compile(r"train\[:(\d+)\]")
 
 
@@ -117,6 +146,18 @@ def of_split(recipe: Translation, names: Sequence[str], split: object, label: st
         f"split of {label}", split, "[:N] behind one file reads its first N rows; other parts: a file of their own"
     )
     return list(names)
+
+
+READERS = ("json", "csv", "parquet", "text", "arrow")
+
+
+def files_of(recipe: Translation, path: str, files: str | list[str] | Mapping[str, Any]) -> list[str]:
+    """The files that a reader such as "json", or a folder, gets; `path` if they are elsewhere, which is lacking."""
+    names = [files] if isinstance(files, str) else files
+    if isinstance(names, list) and (path in READERS or Path(path).expanduser().is_dir()):
+        return [name if path in READERS else str(Path(path) / name) for name in names]
+    recipe.lack(f"data_files of {path}", files, "local files: data.train names each of them")
+    return [path]
 
 
 def is_local(path: str) -> bool:
@@ -232,7 +273,7 @@ def early_stop(recipe: Translation, patience_key: str) -> None:
 
 
 def saves(recipe: Translation) -> None:
-    strategy, every = recipe.config.get("save_strategy"), recipe.config.get("save_steps")
+    strategy, every = (recipe[key] if recipe.sets(key) else None for key in ("save_strategy", "save_steps"))
     if recipe.config.get("saves_per_epoch"):
         recipe.set("checkpoint.every_epochs", 1 / recipe["saves_per_epoch"])
     elif strategy == "no":
@@ -247,7 +288,16 @@ def saves(recipe: Translation) -> None:
 
 def trainer_keys(recipe: Translation) -> None:
     """The keys of transformers' Trainer that have one value in both programs, and its loggers."""
-    for prefix in ("optim.", "max_grad_norm", "seed", "neftune", "output", "checkpoint.keep", "metrics.log"):
+    for prefix in (
+        "optim.",
+        "max_grad_norm",
+        "seed",
+        "neftune",
+        "output",
+        "checkpoint.keep",
+        "metrics.log",
+        "metrics.run",
+    ):
         recipe.set_same(recipe.table.top, recipe.config, recipe.defaults, prefix)
     for prefix in ("data.num_workers", "evaluation.at_start", "deterministic", "router_aux_loss_coef"):
         recipe.set_same(recipe.table.top, recipe.config, {}, prefix)
@@ -268,6 +318,13 @@ def quantised(recipe: Translation, four: bool, eight: bool) -> None:
         recipe.set("model.load_in", "nf4" if four else "int8")
 
 
+def refuse_quantised(recipe: Translation, adapter_key: str) -> None:
+    """ConfigError for quantised weights without an adapter. adapter_key: the other program's key that makes one."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if recipe[key]:
+            raise ConfigError(f"{key} = true: quantised weights train through an adapter alone; set {adapter_key}")
+
+
 _NO_NUMBER = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "trust_remote_code")
 _ROPE = ("rope_scaling", "rope_parameters")
 
@@ -276,11 +333,7 @@ def model_options(recipe: Translation, key: str) -> None:
     """Sets what replaces keys of the model's config.json, and arguments of from_pretrained: positions are translated.
     key: the other program's, of a mapping.
     """
-    options = recipe.config.get(key)
-    if options and not isinstance(options, Mapping):
-        recipe.lack(key, options, "a mapping")
-        return
-    for name, value in (options or {}).items():
+    for name, value in mapping(recipe, key).items():
         if name in _ROPE and isinstance(value, Mapping):
             rope_scaling(recipe, f"{name} of {key}", value)
         elif name == "max_position_embeddings":
@@ -311,6 +364,17 @@ def listed(value: Any) -> list[str]:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else list(value)
 
 
+def dropout(recipe: Translation, is_off: bool) -> None:
+    """Sets adapter.lora_dropout. is_off: whether the other program's trainer turns dropout off."""
+    if not (rate := recipe["lora_dropout"]):
+        return
+    if is_off:
+        method = recipe.get("objective.name")
+        recipe.notes.append(f"adapter.lora_dropout: none; {recipe.program} turns its {rate} off for {method}")
+    else:
+        recipe.set("adapter.lora_dropout", rate)
+
+
 def set_kind(recipe: Translation, saved_modules_key: str) -> None:
     """Sets what kind of adapter it is: rsLoRA, DoRA, and modules that are trained whole."""
     if modules_to_save := listed(recipe[saved_modules_key]):
@@ -328,7 +392,7 @@ _TRL_REWARDS = {
 } | {_LENGTH: f"{_OF_COMPAT} {_LENGTH} as made; {_LENGTH} = made(1280, 256)"}
 
 
-def functions(recipe: Translation, names: Iterable[str]) -> list[str]:
+def functions(recipe: Translation, names: Iterable[str], key: str = "reward_funcs") -> list[str]:
     """Reward functions as file.py:name, of dotted import paths; other names are lacking."""
     paths = []
     for name in names:
@@ -339,5 +403,5 @@ def functions(recipe: Translation, names: Iterable[str]) -> list[str]:
         elif module and function:
             paths.append(f"{module.replace('.', '/')}.py:{function}")
         else:
-            recipe.lack("reward_funcs", name, "file.py:function, or exact_number, exact_match, tagged_format")
+            recipe.lack(key, name, "file.py:function, or exact_number, exact_match, tagged_format")
     return paths

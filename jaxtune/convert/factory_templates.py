@@ -40,6 +40,14 @@ def begins_with_bos(form: Form) -> bool:
     return first == [{"special": "bos_token"}] or "<s>" in first
 
 
+def joins(form: Form) -> bool:
+    """Whether an answer follows its prompt's last word, with no token or line break between: they become tokens
+    together, and apart in the program.
+    """
+    last = (form.get("format_user") or ["{{content}}"])[-1]
+    return isinstance(last, str) and not last.endswith((">", "]", "\n"))
+
+
 def jinja(form: Form, system: str | None, thinking: bool | None, last_only: bool) -> str:
     """The text of a chat template.
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.convert import common, factory_templates
-from jaxtune.convert.translation import Translation
-from jaxtune.system.files import read_text
+from jaxtune.convert.translation import Translation, short
+from jaxtune.system.files import read_plain
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.sections import OPTIMIZERS
 
 _STAGES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
 _LOSSES = {"sigmoid": "dpo", "ipo": "dpo", "hinge": "dpo", "orpo": "orpo", "simpo": "simpo"}
 _OTHER_OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
+_TYPES = dict.fromkeys(("file_name", "hf_hub_url", "subset", "split", "folder"), "text") | {"columns": "mapping"}
+_TYPES |= {"tags": "mapping", "ranking": "bool", "num_samples": "int", "formatting": '"alpaca"|"sharegpt"|"openai"'}
 _ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")  # rows that no reader reaches
 
 
@@ -24,12 +26,16 @@ def translate(recipe: Translation, folder: Path) -> None:
     ConfigError for a stage that no recipe can mean. folder: the config's, for dataset_info.json.
     """
     path = recipe["model_name_or_path"]
+    if recipe["train_from_scratch"] and recipe["finetuning_type"] != "full":
+        raise ConfigError("train_from_scratch = true: random weights are all trained; set finetuning_type: full")
     if recipe["train_from_scratch"]:
         recipe.set("model.from_config", str(Path(path) / "config.json"))
         recipe.set("model.tokenizer", path)
     else:
         recipe.set("model.path", path)
     stage = recipe["stage"]
+    if not recipe["do_train"] and recipe.sets("do_train", "do_predict", "do_eval", "predict_with_generate"):
+        recipe.lack("do_train", False, "a recipe trains; `jaxtune evaluate` and `jaxtune generate` do not")
     if stage not in _STAGES:
         raise ConfigError(
             f"stage = {stage!r}: jaxtune has no such method; learning from rewards is objective.name=grpo, with "
@@ -51,8 +57,7 @@ def translate(recipe: Translation, folder: Path) -> None:
     common.precision(
         recipe, bool(recipe["bf16"] or recipe["pure_bf16"]), bool(recipe["fp16"]), "bf16", "fp16", "pure_bf16"
     )
-    if recipe["pure_bf16"] and recipe.get("adapter") is None:
-        recipe.set("optim.weights", "bf16")
+    common.weights(recipe, bool(recipe["pure_bf16"]), "pure_bf16")
     common.held_out(recipe, "val_size")
     common.saves(recipe)
     common.early_stop(recipe, "early_stopping_steps")
@@ -96,6 +101,7 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
         common.rows(recipe, key, [f"{name}[:{most}]" if most else name for name in names])
     _pictures(recipe, dataset_info)
     recipe.set("data.length", recipe["cutoff_len"], "cutoff_len")
+    recipe.notes.append("data.length: longer rows lose their end; there of each turn the question and the answer do")
     if recipe["streaming"]:
         if recipe["max_steps"] > 0:
             recipe.set("data.streaming", True)
@@ -104,6 +110,8 @@ def _data(recipe: Translation, folder: Path, stage: str, method: str) -> None:
     _mixture(recipe)
     packs = bool(recipe["neat_packing"]) or (stage == "pt" if recipe["packing"] is None else bool(recipe["packing"]))
     common.packing(recipe, method, packs, *(("packing",) if recipe.sets("packing", "neat_packing") else ()))
+    if packs and stage != "pt" and not recipe["neat_packing"]:
+        recipe.notes.append("data.packing: documents of a row do not see each other; there only with neat_packing")
     if recipe["train_on_prompt"] or stage == "pt":
         recipe.set("data.train_on", "all")
     if recipe["mask_history"]:
@@ -169,13 +177,19 @@ def _template(recipe: Translation, method: str) -> None:
         recipe.set("data.train_on", "turns")
     if form.get("efficient_eos") and method == "sft":
         recipe.notes.append(f"data.template: {name} trains on EOS between turns, too, where its rows have no EOS")
+    if factory_templates.joins(form):
+        recipe.lack("template", name, "an answer's first letters may share a token with its prompt; there they do not")
     if not factory_templates.begins_with_bos(form):
         recipe.notes.append(f"data.template: {name} writes no BOS; a tokenizer that adds one does so here")
 
 
 def _mixture(recipe: Translation) -> None:
     """data.train with shares, if rows are interleaved by probabilities."""
-    shares = [float(text) for text in common.listed(recipe["interleave_probs"])]
+    given = recipe["interleave_probs"]
+    try:
+        shares = [float(share) for share in common.listed(given)]
+    except ValueError:
+        raise ConfigError(f"interleave_probs = {short(given)}: numbers, with commas between them") from None
     names = recipe.get("data.train")
     if not shares or recipe["mix_strategy"] == "concat" or not isinstance(names, list):
         return
@@ -207,8 +221,7 @@ def _adapter(recipe: Translation) -> None:
     rank = recipe["lora_rank"]
     recipe.set("adapter.r", rank)
     recipe.set("adapter.lora_alpha", recipe["lora_alpha"] if recipe["lora_alpha"] is not None else 2 * rank)
-    if recipe["lora_dropout"]:
-        recipe.set("adapter.lora_dropout", recipe["lora_dropout"])
+    common.dropout(recipe, is_off=recipe["stage"] in ("dpo", "kto"))
     modules = common.listed(recipe["lora_target"])
     recipe.set("adapter.target_modules", "all-linear" if modules == ["all"] else modules)
     if parameters := common.listed(recipe["lora_target_parameters"]):
@@ -222,8 +235,8 @@ def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
         path = base / name / "dataset_info.json"
         if path.is_file():
             try:
-                entries = json.loads(read_text(path))
-            except ValueError as error:
+                entries = json.loads(read_plain(path).decode("utf-8-sig"))
+            except (ValueError, OSError) as error:
                 raise ConfigError(f"{path} is no JSON: {error}") from None
             if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
                 raise ConfigError(f"{path} is no object of data sets, each an object such as {{'file_name': 'a.json'}}")
@@ -237,8 +250,13 @@ def _registered(recipe: Translation, name: str, dataset_info: Mapping[str, Any],
     if entry is None:
         recipe.lack(f"data set {name}", name, "it is not in dataset_info.json: put its file or hub name there")
         return name
+    entry = recipe.fitted(_TYPES, entry, name)
+    for key in ("columns", "tags"):
+        entry[key] = recipe.fitted(
+            dict.fromkeys(entry.get(key) or (), "text"), entry.get(key) or {}, f"{key} of {name}"
+        )
     common.columns(recipe, _columns(entry, method, recipe, name), name)
-    tags = entry.get("tags") or {}
+    tags = entry["tags"]
     usual = {"role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user")}
     usual |= {"assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
     usual |= {"observation_tag": ("observation", "tool"), "function_tag": ("function_call", "function")}
@@ -246,7 +264,8 @@ def _registered(recipe: Translation, name: str, dataset_info: Mapping[str, Any],
         if value not in usual.get(tag, ()):
             recipe.lack(f"{tag} of {name}", value, "rename it in the rows")
     lost = {"num_samples": f"{name}[:N] behind its file or name reads its first N rows"}
-    if file := entry.get("file_name"):
+    file = entry.get("file_name")
+    if file and not any(entry.get(key) for key in ("hf_hub_url", *_ELSEWHERE)):  # which the program looks for first
         [source] = common.of_split(recipe, [str(Path(entry["base"]) / file)], entry.get("split"), name)
     elif "hf_hub_url" in entry:
         lost["folder"] = "a file, or a data set with these rows at its top"

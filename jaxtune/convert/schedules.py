@@ -8,7 +8,7 @@ from typing import Any
 from jaxtune.convert.tables import Table
 
 # transformers' arguments that are rates and not shares of the peak.
-_RATES = ("min_lr", "lr_end")
+RATES = ("min_lr", "lr_end")
 _LOWEST = 1e-7  # transformers' lr_end of "polynomial"
 
 
@@ -36,5 +36,5 @@ def schedule_keys(table: Table, name: str, arguments: Mapping[str, Any], peak: f
         raise ValueError(f"{name!r} needs min_lr or min_lr_rate, one of them")
     if name == "warmup_stable_decay" and "num_decay_steps" not in keywords:
         raise ValueError(f"{name!r} needs num_decay_steps")
-    keys = {key_of[key]: float(value) / peak if key in _RATES else value for key, value in keywords.items()}
+    keys = {key_of[key]: float(value) / peak if key in RATES else value for key, value in keywords.items()}
     return {"name": table.schedules[name], **keys}

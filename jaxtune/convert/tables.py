@@ -20,6 +20,8 @@ class Section:
 
     defaults: Mapping[str, Any]
     """What a key is if it is left out; None: nothing."""
+    types: Mapping[str, str]
+    """{key: the kinds of its values, of jaxtune.convert.kinds}"""
     same_value: Mapping[str, str]
     """{key: the recipe's key with the same value}"""
     read: frozenset[str]
@@ -61,7 +63,9 @@ def _yaml(name: str) -> dict[str, Any]:
     return yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def _section(values: Mapping[str, Any], defaults: Mapping[str, Any], base: Mapping[str, Any]) -> Section:
+def _section(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], types: Mapping[str, str], base: Mapping[str, Any]
+) -> Section:
     def names(key: str) -> frozenset[str]:
         return frozenset((values.get(key) or "").split())
 
@@ -69,6 +73,7 @@ def _section(values: Mapping[str, Any], defaults: Mapping[str, Any], base: Mappi
     listed = read | refused | names("neutral") | same_keys.keys() | lost.keys()
     return Section(
         defaults={**defaults, **(values.get("defaults") or {})},
+        types={**types, **(base.get("types") or {}), **(values.get("types") or {})},
         same_value=same_keys,
         read=read,
         neutral=names("neutral") | (frozenset((base.get("neutral") or "").split()) - listed),
@@ -86,13 +91,14 @@ def table(program: str) -> Table:
     names = _yaml("transformers")  # of optimizers and schedules, which all programs have
     shared = {} if program == "axolotl" else names
     keys: dict[str, dict[str, Any]] = schema["keys"]
+    types: dict[str, dict[str, str]] = schema["types"]
     nested = values.get("sections") or {}
     return Table(
         versions=schema["versions"],
         marks=tuple(values["marks"]),
-        top=_section(values, keys[""], shared),
+        top=_section(values, keys[""], types[""], shared),
         sections={
-            name: _section(nested.get(name) or values, defaults, {} if name in nested else shared)
+            name: _section(nested.get(name) or values, defaults, types[name], {} if name in nested else shared)
             for name, defaults in keys.items()
             if name
         },

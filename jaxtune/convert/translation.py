@@ -8,9 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxtune.convert.kinds import fitted
 from jaxtune.convert.tables import Section, Table
 from jaxtune.train.config import ConfigError
-from jaxtune.train.config.file import config_keys
+from jaxtune.train.config.file import ConfigKey, config_keys
 
 # Sections of a recipe on which the trained weights do not depend: a default of the other program is not written there.
 _BESIDE = ("output", "checkpoint.", "metrics.", "evaluation.", "data.num_workers", "data.buffer_size", "deterministic")
@@ -27,22 +28,55 @@ class Translation:
     lacking: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     implied: list[str] = dataclasses.field(default_factory=list)
+    only_rows: bool = False
+    """Whether the program trains on nothing that a template writes before an answer."""
+    apart: bool = False
+    """Whether the program tokenises plain prompts and their answers apart."""
+    proved: list[str] = dataclasses.field(default_factory=list)
+    """The rows that were rendered."""
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     nulls: set[str] = dataclasses.field(default_factory=set)
     """Keys that are null in the config and that nothing has read as null yet."""
     renames: list[Mapping[str, str]] = dataclasses.field(default_factory=list)
     """The columns' names of each set of rows so far."""
 
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)
+    """{dotted key of the recipe: the config's key that was read before it was set, with its value}"""
+    _read: tuple[str, object] = ("", None)
+
     def __post_init__(self) -> None:
         self.nulls |= {key for key, value in self.config.items() if value is None}
-        self.config = {key: value for key, value in self.config.items() if _is_set(key, value)}
+        self.config = self.fitted(self.table.top.types, self.config)
         self.defaults = {**self.table.top.defaults, **self.defaults}
+
+    def fitted(self, types: Mapping[str, str], config: object, section_name: str = "") -> dict[str, Any]:
+        """The keys of a mapping that are not null, each of a kind that the program takes; ConfigError for another.
+
+        types: {key: its kinds, of `kinds`}; other keys have any.
+        section_name: what messages call the mapping; "": the config itself.
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"{section_name} = {short(config)}: {self.program} takes a mapping of keys to values there"
+            )
+        values = {}
+        for key, value in config.items():
+            if value is None:
+                continue
+            try:
+                values[key] = fitted(value, types.get(key, "any"))
+            except ValueError as error:
+                name = f"{key} of {section_name}" if section_name else key
+                raise ConfigError(f"{name} = {short(value)}: {self.program} takes {error} there") from None
+        return values
 
     def __getitem__(self, key: str) -> Any:
         """The other program's key: the config's value, else that program's default; None for a null with a meaning."""
         if key in self.table.nulls and (key in self.nulls or key in self._read_nulls):
             self._as_null(key)
             return None
+        if key in self.config:
+            self._read = key, self.config[key]
         return self.config.get(key, self.defaults.get(key))
 
     @functools.cached_property
@@ -58,8 +92,8 @@ class Translation:
 
     def first(self, *keys: str) -> Any:
         """The value of the first of several names that the config has, else the first default."""
-        values = [self.config[key] for key in keys if key in self.config]
-        return values[0] if values else next((self[key] for key in keys if self[key] is not None), None)
+        key = next((key for key in keys if key in self.config), None)
+        return self[key] if key else next((self[key] for key in keys if self[key] is not None), None)
 
     def set(self, key: str, value: Any, *sources: str) -> None:
         """Sets a key of the recipe.
@@ -70,9 +104,10 @@ class Translation:
           written only where it differs from ours. No sources: it is written.
         """
         if sources and not self.sets(*sources):
-            if key.startswith(_BESIDE) or _OURS().get(key) == _word(value):
+            if key.startswith(_BESIDE) or (key in _ours() and _ours()[key].default == _word(value)):
                 return
             self.implied.append(f"{key}: {_word(value)}")
+        self.origins[key] = f"{self._read[0]} = {short(self._read[1])}" if self._read[0] else ""
         *sections, last = key.split(".")
         inner = self.values
         for section in sections:
@@ -112,11 +147,12 @@ class Translation:
                 continue
             if not ours.startswith(only) or (value := config.get(key, defaults.get(key))) is None:
                 continue
+            self._read = (key, value) if key in config else ("", None)
             self.set(ours, value, *(() if key in config else (key,)))
 
     def set_null(self, key: str, ours: str) -> bool:
         """Sets a key of the recipe to null, if the config's is null against its default and ours may be."""
-        if key not in self.nulls or not self.defaults.get(key) or not _takes_null(ours):
+        if key not in self.nulls or not self.defaults.get(key) or "null" not in _ours()[ours].type:
             return False
         self.set(ours, None)
         self._as_null(key)
@@ -130,9 +166,9 @@ class Translation:
         section_name: what messages call it; "": the config itself.
         """
         for key, value in config.items():
-            if key in section.read or key in section.same_value or not _is_set(key, value):
+            if key in section.read or key in section.same_value or value is None:
                 continue
-            default = section.defaults.get(key)
+            default = (self.defaults if section is self.table.top else section.defaults).get(key)
             if value == default or (default is None and value in (False, "", [], {})):
                 continue
             name = f"{key} of {section_name}" if section_name else key
@@ -164,17 +200,10 @@ class Translation:
             self.lack(next((key for key in keys if key in self.config), keys[0]), value, f"{ours} has no such name")
 
 
-def _is_set(key: str, value: Any) -> bool:
-    return value is not None and (value != "auto" or key in ("bf16", "tf32"))
-
-
-def _takes_null(key: str) -> bool:
-    """Whether a key of the recipe may be null."""
-    return any(ours.name == key and "null" in ours.type for ours in config_keys())
-
-
-def _OURS() -> dict[str, str]:
-    return {key.name: key.default for key in config_keys()}
+@functools.cache
+def _ours() -> dict[str, ConfigKey]:
+    """The recipe's keys by name."""
+    return {key.name: key for key in config_keys()}
 
 
 def _word(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxtune.convert import common
@@ -27,6 +26,7 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer}: one of {', '.join(TRAINERS)}")
     section = recipe.table.sections[trainer]
+    recipe.config = recipe.fitted(section.types, recipe.config)
     recipe.defaults.update(section.defaults)
     recipe.defaults.update({"optim": "adamw_torch_fused"})
     recipe.set("model.path", recipe["model_name_or_path"])
@@ -43,14 +43,15 @@ def translate(recipe: Translation, trainer: str | None) -> None:
     common.schedule(recipe, "lr_scheduler_type")
     fp16 = bool(recipe["fp16"])
     common.precision(recipe, (not fp16) if recipe["bf16"] is None else bool(recipe["bf16"]), fp16, "bf16", "fp16")
+    _weights(recipe)
     common.held_out(recipe, "test_split_size")
     common.saves(recipe)
     common.early_stop(recipe, "")
     common.trainer_keys(recipe)
     _objective(recipe, trainer)
-    known_keys = (
-        recipe.table.top.defaults.keys() | section.defaults.keys() | {"reward_funcs", "reward_model_name_or_path"}
-    )
+    known_keys = recipe.table.top.defaults.keys() | section.defaults.keys()
+    if trainer in ("grpo", "rloo"):
+        known_keys |= {"reward_funcs", "reward_model_name_or_path"}
     for key in [key for key in recipe.config if key not in known_keys and key in recipe.table.top.known_keys]:
         recipe.lack(key, recipe.config[key], f"trl {trainer} has no such key")
     recipe.leftovers(recipe.table.top, recipe.config)
@@ -98,7 +99,7 @@ def _objective(recipe: Translation, trainer: str) -> None:
     trainer_defaults = recipe.table.sections[trainer].defaults
     for key, ours in recipe.table.top.same_value.items():
         if ours.startswith("objective.") and key in trainer_defaults and key in recipe.config:
-            recipe.set(ours, recipe.config[key])
+            recipe.set(ours, recipe[key])
         elif ours.startswith("objective."):
             recipe.set_null(key, ours)
     if trainer in ("grpo", "rloo"):
@@ -128,14 +129,13 @@ def _objective(recipe: Translation, trainer: str) -> None:
 def _data(recipe: Translation, trainer: str) -> None:
     """Sets data.train and data.eval. trainer: TRL's command, such as "sft"."""
     section = recipe.table.sections["datasets"]
-    entries: list[Mapping[str, Any]] = recipe["datasets"] or []
+    entries = [recipe.fitted(section.types, entry, "datasets") for entry in recipe["datasets"] or []]
     names = []
     for entry in entries:
-        files = entry.get("data_files")
-        plain = [str(name) for name in common.listed(files)] if not isinstance(files, Mapping) else []
-        path, split = str(entry.get("path")), entry.get("split") or "train"
-        if plain or common.is_local(path):
-            names += common.of_split(recipe, plain or [path], split, ", ".join(plain) or path)
+        path, files, split = str(entry.get("path")), entry.get("data_files"), entry.get("split") or "train"
+        if files or common.is_local(path):
+            plain = common.files_of(recipe, path, files) if files else [path]
+            names += common.of_split(recipe, plain, split, ", ".join(plain))
         else:
             names.append(_name(path, entry.get("name"), split))
         recipe.leftovers(section, entry, str(entry.get("path")))
@@ -168,6 +168,8 @@ def _data(recipe: Translation, trainer: str) -> None:
     packs = common.packing(recipe, trainer, bool(recipe["packing"]), *(("packing",) if recipe.sets("packing") else ()))
     if packs and recipe["packing_strategy"] in ("wrapped", "bfd_split"):
         recipe.set("data.overflow", "split")
+    elif packs and recipe["packing_strategy"] != "bfd":
+        recipe.lack("packing_strategy", recipe["packing_strategy"], "bfd, bfd_split or wrapped")
     if trainer == "sft":
         _trained(recipe)
 
@@ -191,16 +193,25 @@ def _name(path: Any, config: Any, split: Any) -> str:
     return f"{path}:{config or ''}:{split}" if config or split not in (None, "train") else str(path)
 
 
+def _weights(recipe: Translation) -> None:
+    """How trained weights are kept, which there is how the model was loaded."""
+    kind = recipe["dtype"]
+    if recipe.get("adapter") is None and kind not in ("float32", "bfloat16"):
+        recipe.lack("dtype", kind, "optim.weights: fp32, or bf16 for weights that are loaded so")
+    else:
+        common.weights(recipe, kind == "bfloat16", "dtype")
+
+
 def _adapter(recipe: Translation) -> None:
     """Sets `adapter`, and the format of the frozen weights. ConfigError for quantised weights without an adapter."""
     common.quantised(recipe, bool(recipe["load_in_4bit"]), bool(recipe["load_in_8bit"]))
     if not recipe["use_peft"]:
-        if recipe.get("model.load_in"):
-            raise ConfigError("load_in_4bit without use_peft: quantised weights train through an adapter alone")
+        common.refuse_quantised(recipe, "use_peft")
         recipe.set("adapter", None)
         return
-    for key, ours in (("lora_r", "r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout")):
+    for key, ours in (("lora_r", "r"), ("lora_alpha", "lora_alpha")):
         recipe.set(f"adapter.{ours}", recipe[key])
+    common.dropout(recipe, is_off=bool(recipe["disable_dropout"]))
     modules, parameters = common.listed(recipe["lora_target_modules"]), common.listed(recipe["lora_target_parameters"])
     if not modules and not parameters:
         recipe.lack(

@@ -40,7 +40,8 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     """
     timing.imported()
     console = console or terminal.console(soft_wrap=True)
-    require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
+    if not check:
+        require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
     objective = decided_objective(config)
     require_makeable("output", config.output)
     if plan and (config.plan.device is not None or not config.data.train):

@@ -197,13 +197,12 @@ def test_axolotls_data_files_are_all_read(tmp_path, capsys):
         {"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "split": "train"},
         {"path": str(tmp_path / "mine"), "data_files": "c.jsonl", "type": "alpaca"},
         {"path": "someone/rows", "data_files": ["d.jsonl"]},
-        {"path": "csv", "data_files": {"train": "e.csv"}},
+        {"path": "csv", "data_files": ["e.csv"]},
     ]
     recipe, comments, _ = converted(yaml.safe_dump({"base_model": "x", "datasets": entries}), tmp_path, capsys)
-    assert recipe["data"]["train"] == ["a.jsonl", "b.jsonl", str(tmp_path / "mine/c.jsonl"), "someone/rows", "csv"]
+    assert recipe["data"]["train"] == ["a.jsonl", "b.jsonl", str(tmp_path / "mine/c.jsonl"), "someone/rows", "e.csv"]
     lacking = comments.partition("no counterpart for")[2]
     assert 'data_files of someone/rows: ["d.jsonl"] (local files: ' in lacking
-    assert 'data_files of csv: {"train": "e.csv"} (local files: ' in lacking
 
 
 def test_what_an_entry_of_dataset_info_says_is_followed_or_named(tmp_path, capsys):
@@ -230,14 +229,14 @@ def test_what_an_entry_of_dataset_info_says_is_followed_or_named(tmp_path, capsy
 @pytest.mark.parametrize("key", ["base_model", "model_name_or_path"])
 def test_a_model_that_is_null_is_refused(key, tmp_path, capsys):
     (tmp_path / "one.yaml").write_text(f"{key}: null\n")
-    assert main(["convert", str(tmp_path / "one.yaml")]) == 2
+    assert main(["convert", str(tmp_path / "one.yaml")]) == 3
     assert f"{key} = null: the config names no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["model: {path: base}\n", "a: 1\n"])
 def test_what_is_of_no_program_is_refused(text, tmp_path, capsys):
     (tmp_path / "one.yaml").write_text(text)
-    assert main(["convert", str(tmp_path / "one.yaml")]) == 2
+    assert main(["convert", str(tmp_path / "one.yaml")]) == 3
     assert "neither base_model (axolotl) nor model_name_or_path (LLaMA-Factory, TRL)" in capsys.readouterr().err
 
 
@@ -252,7 +251,7 @@ def test_a_dataset_info_that_is_no_object_of_objects_is_refused(text, tmp_path, 
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text(text)
     (tmp_path / "one.yaml").write_text(LLAMA_FACTORY)
-    assert main(["convert", str(tmp_path / "one.yaml")]) == 2
+    assert main(["convert", str(tmp_path / "one.yaml")]) == 3
     assert "dataset_info.json is no object of data sets" in capsys.readouterr().err
 
 
@@ -262,19 +261,10 @@ def test_a_name_that_looks_like_a_number_stays_a_name(tmp_path, capsys):
     assert load_config(str(tmp_path / "recipe.yaml")).output == "1e5"
 
 
-def test_values_of_other_types_are_named_or_left_to_jaxtune(tmp_path, capsys):
-    """DeepSpeed's auto, lists where a name is expected, and both of LLaMA-Factory's ways to pack."""
-    axolotl = "base_model: org/model\ndatasets: [{path: org/rows, type: alpaca}]\ngradient_accumulation_steps: auto\n"
-    (tmp_path / "one.yaml").write_text(axolotl + "micro_batch_size: 2\nchat_template: [chatml]\noptimizer: [adamw]\n")
-    assert main(["convert", str(tmp_path / "one.yaml")]) == 3
-    said = capsys.readouterr()
-    assert yaml.safe_load(said.out)["rows_per_step"] == 2
-    assert 'chat_template: ["chatml"]' in said.out + said.err and 'optimizer: ["adamw"]' in said.out + said.err
-    factory = "model_name_or_path: org/model\nstage: sft\ndataset: org/rows\npacking: true\nneat_packing: true\n"
-    (tmp_path / "two.yaml").write_text(factory)
-    assert main(["convert", str(tmp_path / "two.yaml")]) == 3  # org/rows is not registered
-    said = capsys.readouterr()
-    assert yaml.safe_load(said.out)["data"]["packing"] is True and "neat_packing" not in said.out + said.err
+def test_both_ways_to_pack(tmp_path, capsys):
+    text = "model_name_or_path: org/model\nstage: sft\ndataset: org/rows\npacking: true\nneat_packing: true\n"
+    recipe, comments, _ = converted(text, tmp_path, capsys)
+    assert recipe["data"]["packing"] is True and "neat_packing" not in comments
 
 
 # ---- other methods are not plain fine-tuning
@@ -290,7 +280,7 @@ def test_values_of_other_types_are_named_or_left_to_jaxtune(tmp_path, capsys):
         ("base_model: m\nrl: dpo\ndpo_loss_type: [robust]\n", "dpo_loss_type"),
         ("base_model: m\nrl: grpo\ntrl: {beta: 0.1}\n", "reward_funcs"),
         ("model_name_or_path: m\nstage: ppo\ndataset: a\n", "stage = 'ppo'"),
-        ("model_name_or_path: m\nstage: dpo\npref_loss: bco_pair\ndataset: a\n", "pref_loss = 'bco_pair'"),
+        ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair\ndataset: a\n", "pref_loss = 'kto_pair'"),
         ("model_name_or_path: m\nstage: sft\nfinetuning_type: freeze\ndataset: a\n", "finetuning_type = 'freeze'"),
         ("model_name_or_path: m\nstage: sft\nuse_llama_pro: true\ndataset: a\n", "use_llama_pro"),
         ("model_name_or_path: m\ndataset_name: a\nloss_type: [apo_zero]\nbeta: 0.2\nld_alpha: 0.1\n", "loss_type"),
@@ -299,7 +289,7 @@ def test_values_of_other_types_are_named_or_left_to_jaxtune(tmp_path, capsys):
 )
 def test_a_method_that_jaxtune_lacks_is_an_error(text, told, tmp_path, capsys):
     (tmp_path / "one.yaml").write_text(text)
-    assert main(["convert", str(tmp_path / "one.yaml")]) == 2
+    assert main(["convert", str(tmp_path / "one.yaml")]) == 3
     shown = capsys.readouterr()
     assert told in shown.err and not shown.out
 
@@ -394,7 +384,7 @@ def test_what_is_left_out_is_as_the_program_has_it(tmp_path, capsys):
     for trainer, rate in (("sft", 2e-5), ("dpo", 1e-6), ("kto", 1e-6), ("reward", 1e-4)):
         text = "model_name_or_path: m\ndataset_name: a\n"
         recipe, _, _ = converted(text, tmp_path, capsys, "--trainer", trainer)
-        assert recipe["optim"] == {"learning_rate": rate} and recipe["data"]["length"] == 1024
+        assert recipe["optim"] == {"learning_rate": rate, "weights": "fp32"} and recipe["data"]["length"] == 1024
         assert recipe["rows_per_step"] == 8 and recipe["epochs"] == 3.0 and recipe["adapter"] is None
 
 

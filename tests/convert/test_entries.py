@@ -12,7 +12,7 @@ from jaxtune.convert.programs import recipe_of
 from jaxtune.train.config.file import config_from_dict
 
 AXOLOTL = {"base_model": "Qwen/Qwen3-0.6B", "adapter": "lora", "micro_batch_size": 2, "num_epochs": 1}
-AXOLOTL |= {"learning_rate": 1e-4, "sequence_len": 512}
+AXOLOTL |= {"learning_rate": 1e-4, "sequence_len": 512, "lora_target_linear": True}
 TRL = {"model_name_or_path": "Qwen/Qwen3-0.6B", "dataset_name": "trl-lib/Capybara", "use_peft": True}
 ALPACA, RAW = "data/alpaca.jsonl", "data/raw.jsonl"
 
@@ -137,7 +137,9 @@ def test_rows_with_tools_and_modules_by_a_pattern_are_named(tmp_path):
     sets = [{"path": ALPACA, "type": "chat_template", "roles": roles}]
     assert not translated(tmp_path, {**AXOLOTL, "datasets": sets}).lacking
     pattern = r"model.layers.[\d]+.(mlp|self_attn).(up|down|q)_proj"
-    found = translated(tmp_path, {**AXOLOTL, "datasets": sets, "lora_target_modules": pattern})
+    found = translated(
+        tmp_path, {**AXOLOTL, "lora_target_linear": False, "datasets": sets, "lora_target_modules": pattern}
+    )
     assert found.values["adapter"]["target_modules"] == "all-linear"
     assert any(line.startswith("lora_target_modules") for line in found.lacking)
 

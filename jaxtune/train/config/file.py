@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from jaxtune.system.files import read_text
+from jaxtune.system.files import read_plain
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import DEFAULT_OUTPUT, SHORTHANDS, ConfigError, TrainConfig
 from jaxtune.train.config.elsewhere import program_of
@@ -160,7 +160,7 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
     origins: receives {dotted key: "file:line"}.
     """
     try:
-        text = read_text(path)
+        text = read_plain(path, _MOST_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read recipe {path}: {error}") from None
     values = _parse_yaml(text, str(path), origins)
@@ -218,6 +218,7 @@ _SPECIAL_NUMBER = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 # Limits of a recipe, which has some hundred values a few levels deep. More is an accident, or comes from anchors that
 # multiply ("a: &a [x, x]").
+_MOST_BYTES = 2**26
 _MOST_VALUES = 10_000
 _DEEPEST = 20
 _LONGEST_NUMBER = 40

@@ -87,7 +87,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
     noted_reads: list[Reads] = []
     for row, access in zip(rows, accesses, strict=True):
         with noted() as row_reads:
-            outcome.append(attempt(_examples, row, access))
+            outcome.append(attempt(examples_of, row, access))
         noted_reads.append(row_reads)
     examples = [
         answer_example
@@ -175,7 +175,7 @@ def _from_one_start(pair: list[Encoded]) -> list[Encoded]:
     return alike
 
 
-def _examples(row: Row, access: PictureAccess | None) -> list[Example | None]:
+def examples_of(row: Row, access: PictureAccess | None) -> list[Example | None]:
     """[example], or [chosen, rejected] with None for a labelled row's missing answer. Raises RowError."""
     if row.value is None:
         raise RowError(row.error)
