@@ -25,7 +25,7 @@ from jax._src.api import clean_up as clean_up
 from jax._src.clusters import ClusterEnv as ClusterEnv
 from jax._src.compilation_cache_interface import CacheInterface as CacheInterface
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo
-from jax._src.interpreters import pxla as pxla
+from jax._src.interpreters import mlir as mlir
 from jax._src.lib import xla_client as xla_client
 from jaxlib._jax import Device as Device
 

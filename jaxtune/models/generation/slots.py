@@ -41,7 +41,7 @@ from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.placement import gathers, partition
 from jaxtune.models.placement.streams import Arrivals, with_arrived
-from jaxtune.models.programs.kept import Function, result_shapes
+from jaxtune.models.programs.kept import Function
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.models.vision.pictures import Pictures
@@ -201,7 +201,7 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
 def _row_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], capacity: int) -> States:
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
     with dispatch.unchecked():
-        return result_shapes(functools.partial(prefill, structure, capacity), list(shapes), tokens, counts, counts)
+        return jax.eval_shape(functools.partial(prefill, structure, capacity), list(shapes), tokens, counts, counts)
 
 
 def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], slots: int, capacity: int) -> bool:
@@ -229,7 +229,7 @@ def logits_shape(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], s
 
     hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), shaped(structure, tuple(shapes)).dtype)
     with dispatch.unchecked():
-        return result_shapes(of_hidden, list(shapes), hidden)
+        return jax.eval_shape(of_hidden, list(shapes), hidden)
 
 
 def prefill(

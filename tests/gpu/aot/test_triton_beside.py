@@ -67,7 +67,11 @@ def arguments(tokens: int, size: int, rank: int, dtype=jnp.bfloat16) -> list[jax
 
 def lowered(function, shapes) -> str:
     with H200.lowering():
-        return Request(function, tuple(shapes), where(), None, {}).lowered().as_text()
+        return (
+            Request(function, tuple(shapes), where(), None, {})
+            .lowered(Request(function, tuple(shapes), where(), None, {}).traced())
+            .as_text()
+        )
 
 
 @settings(max_examples=6, deadline=None)
