@@ -30,6 +30,8 @@ _OF_TRANSFORMATIONS = {
 }
 # Of a program's arguments, which are equal a thousand times.
 _BY_VALUE = frozenset({NamedSharding, SingleDeviceSharding})
+# Of kernels, constants and types of Triton. A kernel's own cache_key depends on which one was asked first.
+_OF_TRITON = ("src", "fn", "value", "name")
 _LONG = 64  # bytes
 
 
@@ -85,8 +87,9 @@ class Digests:
             return name, value
         if dataclasses.is_dataclass(value):
             return name, [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
-        if kind.__module__.partition(".")[0] == "triton" and hasattr(value, "cache_key"):  # of its source
-            return name, (value.cache_key,)
+        parts = [getattr(value, part) for part in _OF_TRITON if hasattr(value, part)]
+        if parts and kind.__module__.partition(".")[0] == "triton":
+            return name, parts
         if kind.__module__.partition(".")[0] == "jax":  # not jaxlib, of whose objects nobody sees the fields
             return name, _fields(value)
         raise Undescribed(f"a {name}")
