@@ -6,7 +6,10 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -18,6 +21,7 @@ import pytest
 from flax import nnx
 from jax.interpreters import mlir
 
+import jaxtune
 from jaxtune.models import norm, rope
 from jaxtune.models.programs import kept as kept_programs
 from jaxtune.models.programs.digests import Digests
@@ -31,6 +35,7 @@ from jaxtune.train.data.packing.packing import pack
 from jaxtune.train.optimizer import muon
 from jaxtune.train.optimizer.optim import make_optimizer
 from jaxtune.train.program.step import StepProgram
+from tests import patience
 from tests.train.tiny_runs import LENGTH, documents, lora_model
 
 WHERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -227,3 +232,33 @@ def test_a_constant_is_in_a_program_by_its_value():
             keys += [key(), key()]
             TABLE[0] += 1
     assert keys[0] == keys[1] != keys[2] == keys[3]
+
+
+PLUGIN = """
+import os
+if "CHANGED" in os.environ:
+    from jaxtune.pallas.gated import reference
+    reference.ACTIVATIONS["silu"] = reference.ACTIVATIONS["gelu"]
+"""
+
+
+def test_a_plugin_changes_what_a_command_trains(tmp_path):
+    """Three starts take seconds: nothing less shows what a command sees that it never imports itself."""
+    (tmp_path / "sitecustomize.py").write_text(PLUGIN)
+    paths = str(tmp_path), str(Path(jaxtune.__file__).parents[1])
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"), "PYTHONPATH": os.pathsep.join(paths)}
+    settings = "steps=1 evaluation.at_start=false evaluation.at_end=false evaluation.exact_match_rows=0 data.eval=null"
+    settings += " data.max_rows=32 rows_per_step=2 data.length=64 export.merged=false"
+
+    def loss(number: int, **environment: str) -> float:
+        words = ["train", "quickstart", *settings.split(), f"output={tmp_path / str(number)}"]
+        command = [sys.executable, "-m", "jaxtune", *words]
+        environment = os.environ | cache | environment
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.SECONDS)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()
+        (loss,) = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+        return loss
+
+    changed = loss(1, CHANGED="1", JAX_ENABLE_COMPILATION_CACHE="false")
+    assert loss(2) != changed == loss(3, CHANGED="1")

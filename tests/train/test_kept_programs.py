@@ -388,6 +388,20 @@ def test_a_function_gives_what_jit_gives_and_is_lowered_once_for_equal_calls(cal
             assert len(lowered) == len(set(calls))
 
 
+def test_a_program_that_is_begun_has_the_caller_s_contexts(kept):
+    """In a thread they are JAX's defaults."""
+    x = jnp.ones(3, jnp.int32)
+    for is_wide in (True, False):
+        function = Function(jnp.sum, 0)
+        with jax.enable_x64(is_wide):
+            kept_programs.begin([function.call(x)])
+            for thread in threading.enumerate():
+                if thread.name.startswith("prepare"):
+                    thread.join(patience.SECONDS)
+            assert function.has(function.call(x)) == (not is_wide)
+            assert function(x).dtype == jax.jit(jnp.sum)(x).dtype == (jnp.int64 if is_wide else jnp.int32)
+
+
 def test_a_function_runs_where_its_arguments_are(kept, lowerings, monkeypatch):
     function = Function(powers, 2)
     for device in jax.devices()[:2] * 2:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtune.system.private_jax import core, mlir
+from jaxtune.system.private_jax import mlir
 
 # Packages of which versions tell what their functions do; of others a digest has the code.
 _VERSIONED = frozenset({"jax", "jaxlib", "jax_triton", "triton", "numpy", "ml_dtypes", "flax", "builtins", "functools"})
@@ -86,7 +86,9 @@ class Digests:
         if isinstance(value, tuple | list | set | frozenset):
             return name, value
         if dataclasses.is_dataclass(value):
-            return name, [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
+            ours = name.startswith("jaxtune.")  # of which some have a field beside what they are
+            fields = [field.name for field in dataclasses.fields(value) if field.compare or not ours]
+            return name, [getattr(value, field) for field in fields]
         parts = [getattr(value, part) for part in _OF_TRITON if hasattr(value, part)]
         if parts and kind.__module__.partition(".")[0] == "triton":
             return name, parts
@@ -214,7 +216,6 @@ _KINDS: dict[type, Callable[..., Iterable]] = {
     jax.core.Tracer: lambda tracer: (tracer.aval,),  # of a body of Pallas: its call's argument
     jax.Array: _of_constant,
     jax.core.AbstractValue: _public_fields,
-    core.JaxprEqnContext: _public_fields,
     Primitive: _of_primitive,
     jax.tree_util.PyTreeDef: _of_tree,
     Mesh: _of_mesh,
@@ -223,7 +224,6 @@ _KINDS: dict[type, Callable[..., Iterable]] = {
     NamedSharding: lambda sharding: (sharding.mesh, sharding.spec, sharding.memory_kind),
     SingleDeviceSharding: lambda sharding: ([device.id for device in sharding.device_set], sharding.memory_kind),
     np.dtype: lambda dtype: (str(dtype),),
-    jax.dtypes.extended: lambda dtype: (str(dtype),),
     np.generic: _of_array,
     np.ndarray: _of_array,
     enum.Enum: lambda member: (member.name,),
