@@ -100,7 +100,7 @@ def programs_are_kept_as_the_command_keeps_them():
     from jaxtune.system.program_cache import use_program_cache
 
     use_program_cache()
-    # In this process each is traced: tests replace parts of jaxtune, which no key of a program tells.
+    # In this process JAX alone keeps them: no test depends on what another one has lowered.
     kept_programs.cache_of_programs = lambda: None
 
 

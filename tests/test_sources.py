@@ -7,25 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.models.programs import kept
-from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import sources
-from jaxtune.system.private_jax import compilation_cache
-from jaxtune.system.program_cache import ProgramCache
 from tests import patience
-
-CACHE_OF_PROGRAMS = kept.cache_of_programs  # which the tests' own replaces
 
 PATHS = st.sampled_from(["a.py", "pallas/a.py", "pallas/b/a.py", "pallas_of_others.py", "models/a.py"])
 FILES = st.dictionaries(PATHS, st.binary(max_size=3), min_size=1)
@@ -166,7 +156,7 @@ def test_files_that_cannot_be_read_are_not_trusted(code, files, monkeypatch):
         elif files == "a zip archive":
             code.touch()
     assert not any(ask(folder) for ask in (sources.are_loaded, sources.are_unchanged) for folder in ("", "pallas"))
-    assert sources.digest() == sources.digest("pallas") and CACHE_OF_PROGRAMS() is None
+    assert sources.digest() == sources.digest("pallas")
 
 
 _WITHOUT_PROC = """
@@ -211,81 +201,3 @@ def test_a_child_does_not_wait_for_a_thread_that_reads():
     command = [sys.executable, "-c", _FORKS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.SECONDS)
     assert done.stdout == "0\n", done.stderr
-
-
-WHERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=WHERE)
-
-
-@pytest.fixture
-def cache(code, monkeypatch, tmp_path) -> Iterator[ProgramCache]:
-    """Programs are kept there as in a command that runs this package."""
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
-    compilation_cache.reset_cache()  # JAX's is of the other folder
-    jax.clear_caches()  # nor does it ask for what it has
-    monkeypatch.setattr(kept.described, "replaced", lambda package: None)
-    monkeypatch.setattr(kept, "cache_of_programs", CACHE_OF_PROGRAMS)
-    yield ProgramCache(tmp_path / "cache")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
-
-
-def entries(cache: ProgramCache) -> set[str]:
-    return {file.name.partition("-")[0] for file in cache.folder.iterdir()} & {"shapes", "step"}
-
-
-def prepared() -> None:
-    """Shapes and a program, whose function is traced if its entry is not used."""
-    assert kept.result_shapes(jax.nn.relu, SHAPE).shape == (3,)
-    program = programs_of([Request(jax.nn.relu, (SHAPE,), WHERE, None, {})])[0]
-    assert program(np.ones(3, np.float32)).tolist() == [1] * 3
-
-
-@pytest.mark.parametrize("changed", [None, "before they are read", "later"])
-def test_files_that_change_after_the_start_give_no_entry(code, cache, changed):
-    """Changed before they are read: nothing is looked for, either."""
-    if changed != "before they are read":
-        assert sources.are_loaded()
-    if changed is not None:
-        touched(code / "pallas" / "b.py")
-    assert (CACHE_OF_PROGRAMS() is None) == (changed == "before they are read")
-    prepared()
-    assert entries(cache) == (set() if changed else {"shapes", "step"})
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_no_entry_is_used_once_files_have_changed(code, cache, monkeypatch, changed):
-    """Which modules that are imported later make of them, no key tells."""
-    prepared()
-    if changed:
-        touched(code / "pallas" / "b.py")
-    traced, lowered, shapes = [], Request.lowered, jax.eval_shape
-    monkeypatch.setattr(Request, "lowered", lambda request: traced.append("program") or lowered(request))
-    monkeypatch.setattr(jax, "eval_shape", lambda *call: traced.append("shapes") or shapes(*call))
-    prepared()
-    assert traced == (["shapes", "program"] if changed else [])
-
-
-def test_files_that_vanish_while_a_program_is_compiled_end_nothing(code, cache, monkeypatch):
-    compiled = kept.compiled
-
-    def compiles(*arguments):
-        (code / "pallas" / ".#b.py").symlink_to("user@machine.123:456")
-        (code / "pallas" / "b.py").unlink(missing_ok=True)
-        return compiled(*arguments)
-
-    monkeypatch.setattr(kept, "compiled", compiles)
-    prepared()
-    assert entries(cache) == {"shapes"}
-
-
-def test_files_are_looked_at_once_for_a_build(code, cache, monkeypatch):
-    looks, real = [], sources.are_unchanged
-    monkeypatch.setattr(sources, "are_unchanged", lambda: looks.append(threading.current_thread().name) or real())
-    requests = [Request(function, (SHAPE,), WHERE, None, {}) for function in (jax.nn.relu, jax.nn.gelu)]
-    programs_of(requests)
-    assert len(looks) == 2  # before any is used, and before any is kept
-    looks.clear()
-    programs_of(requests)
-    assert len(looks) == 1 and looks[0].startswith("compile")

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 Table = Mapping[str, Callable[[], str | None]]
 
 type Call = tuple[str, str, str]  # an operation, its implementation, and the kind of call
-type Said = tuple[str, str, tuple[tuple[str, str], ...]]  # op, its implementation, (preferred one, why it refuses) each
 
 # op -> (chosen implementation, {one that was tried before it: why it refused}) of the latest choice; tests read it.
 record: dict[str, tuple[str, dict[str, str]]] = {}
@@ -54,8 +53,6 @@ _forgetting = False  # whether one waits for them to clear JAX's caches
 _forgotten: set[Future[str | None]] = set()  # failed checks, with whose kernels the caches have no trace
 _let_pass: set[Future[str | None]] = set()  # checks before whose end `first_use` returned: JAX's caches may have traces
 in_one_order = jax.make_user_context(False)  # of one_order.exact; part of the keys of JAX's caches of traces
-# What `choose` said or would say within `overheard`; None outside.
-_heard: contextvars.ContextVar[list[Said] | None] = contextvars.ContextVar("heard", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
 _FIRST_USE_BOUND = 0.02
 
@@ -89,27 +86,6 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
     begin_checks()
     with timing.phase("wait", "kernel checks"):
         return check.result()
-
-
-def any_failed() -> bool:
-    """Whether a check of this process has a reason against a kernel."""
-    with _first_use_lock:
-        checks = list(first_uses.values())
-    return any(check.done() and _is_against(check) for check in checks)
-
-
-def passed() -> list[Call] | None:
-    """The checks of this process, all passed; None if one is not."""
-    with _first_use_lock:
-        checks = dict(first_uses)
-    if all(check.done() and not _is_against(check) for check in checks.values()):
-        return sorted(checks)
-    return None
-
-
-def have_passed(calls: Sequence[Call]) -> bool:
-    """Whether the user's cache has a pass of each, of files as they were when they were first read."""
-    return sources.are_loaded("pallas") and all(os.path.isfile(_pass(*call)) for call in calls)
 
 
 def begin_checks() -> None:
@@ -298,22 +274,6 @@ def unsaid():
             _unsaid -= 1
 
 
-@contextlib.contextmanager
-def overheard() -> Iterator[list[Said]]:
-    """A context in which a list gets what `choose` says in this thread, also what it said before."""
-    token = _heard.set(heard := [])
-    try:
-        yield heard
-    finally:
-        _heard.reset(token)
-
-
-def say_again(said: Sequence[Said]) -> None:
-    """Says what a process heard that traced a program, as far as this one has not; from JSON, too."""
-    for op, name, refused in said:
-        _say_once(op, name, tuple((faster, reason) for faster, reason in refused))
-
-
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     """refused: (faster implementation, why it refuses)."""
@@ -359,10 +319,7 @@ def choose(op: str, table: Table, implementation: str | None) -> str:
         if reason is None:
             record[op] = (name, refused)
             if refused and not _unsaid and targets.here() is not None:
-                said = op, name, tuple(refused.items())
-                if (heard := _heard.get()) is not None:
-                    heard.append(said)
-                _say_once(*said)
+                _say_once(op, name, tuple(refused.items()))
             return name
         refused[name] = reason
     raise ValueError(f"{op}: no implementation supports this call: {refused}")

@@ -2,7 +2,8 @@
 
 ClusterEnv: the address of a cluster's first process.
 CacheInterface, compilation_cache: replacing the store of compiled programs.
-core, pxla, xla_client: making a program of an executable that was not lowered in this process.
+mlir: what lowers a primitive, which decides a program.
+xla_client: what tells a machine's devices from others.
 config: use_shardy_partitioner for one program, not the process; the settings on which traces depend.
 distributed: global_state; public functions start the backend, before joining.
 fused_attention_stablehlo: cuDNN attention with windows in packed rows and statistics for a backward pass.
@@ -18,14 +19,13 @@ from collections.abc import Sequence
 import jax
 from jax._src import compilation_cache as compilation_cache
 from jax._src import config as config
-from jax._src import core as core
 from jax._src import distributed as distributed
 from jax._src import lib as lib
 from jax._src.api import clean_up as clean_up
 from jax._src.clusters import ClusterEnv as ClusterEnv
 from jax._src.compilation_cache_interface import CacheInterface as CacheInterface
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo
-from jax._src.interpreters import pxla as pxla
+from jax._src.interpreters import mlir as mlir
 from jax._src.lib import xla_client as xla_client
 from jaxlib._jax import Device as Device
 

@@ -35,7 +35,7 @@ _SUFFIX = ".program"
 _SMALLEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
 _MOSAIC = "MOSAIC_GPU_RUNTIME_LIB_PATH"
-_asked: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("asked", default=None)
+_apart: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 
 
 def use_program_cache() -> None:
@@ -54,7 +54,7 @@ def use_program_cache() -> None:
     if _XLA_CACHES not in os.environ:
         # XLA's own caches are turned off, as it does not verify their files; cached programs include its measurements.
         jax.config.update(_XLA_CACHES.lower(), "none")
-    if compilation_cache.get_file_cache is not _checked_cache:
+    if not is_used_by_jax():
         # JAX has no public way to replace its cache; this is the function with which it creates its own.
         compilation_cache.get_file_cache = _checked_cache
         compilation_cache.reset_cache()  # an earlier program may have created JAX's own cache
@@ -89,34 +89,22 @@ def _checked_cache(path: str) -> tuple[CacheInterface, str]:
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
-@contextlib.contextmanager
-def keys_asked() -> Iterator[list[str]]:
-    """A context in which a list gets each key that JAX, or anybody, looks up in this thread."""
-    token = _asked.set(keys := [])
-    try:
-        yield keys
-    finally:
-        _asked.reset(token)
+def is_used_by_jax() -> bool:
+    """Whether `use_program_cache` was called."""
+    return compilation_cache.get_file_cache is _checked_cache
 
 
 @contextlib.contextmanager
-def unwritten() -> Iterator[None]:
-    """A context in which JAX caches nothing that this thread compiles."""
-    with config.persistent_cache_min_compile_time_secs(math.inf):
-        yield
-
-
-def write(key: str, name: str, program: jax.stages.Compiled, seconds: float) -> None:
-    """Caches a program that was compiled `unwritten` in so many seconds, as JAX would. Python's lock is held for tenths
-    of a second; what fails is logged.
+def apart() -> Iterator[None]:
+    """A context in which JAX neither looks for what this thread compiles nor caches it: XLA cannot write a program for
+    a CPU that it has read.
     """
-    if seconds < config.persistent_cache_min_compile_time_secs.value:
-        return
+    token = _apart.set(True)
     try:
-        if (executable := program.runtime_executable()) is not None:
-            compilation_cache.put_executable_and_time(key, name, executable, executable.client, int(seconds))
-    except Exception as error:
-        logger.warning("%s is compiled anew at the next start: %s: %s", name, type(error).__name__, error)
+        with config.persistent_cache_min_compile_time_secs(math.inf):
+            yield
+    finally:
+        _apart.reset(token)
 
 
 class ProgramCache(CacheInterface):
@@ -136,9 +124,9 @@ class ProgramCache(CacheInterface):
         """The content of a key; None without an undamaged entry of this user. A bad entry is removed, an unreadable one
         left; both are logged.
         """
-        if (asked := _asked.get()) is not None:
-            asked.append(key)
         path = self._file(key)
+        if _apart.get():
+            return None
         try:
             content = _content(key, path.name, _read(path))
         except FileNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import jaxtune
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.models.programs import ahead
 from jaxtune.models.programs import kept as kept_programs
+from jaxtune.models.programs.digests import Digests
 from jaxtune.models.programs.kept import Request, programs_of
 from jaxtune.system import early_import, invocation, processes, program_cache
 from jaxtune.system.private_jax import compilation_cache
@@ -85,8 +85,8 @@ def loads(monkeypatch) -> list[str]:
     """The name of the thread that loads, for each executable that is loaded."""
     loaded, load = [], ahead.load
 
-    def loads(entry, cache, devices):
-        executable = load(entry, cache, devices)
+    def loads(key, cache, devices):
+        executable = load(key, cache, devices)
         loaded.append(threading.current_thread().name)
         return executable
 
@@ -117,31 +117,27 @@ def test_an_entry_is_loaded_on_its_own_devices_only(start, devices):
     start()
     request = on(*devices)
     ran(request)
-    cache = in_use()
-    entry = json.loads(cache.get(request.key(kept_programs.described.Digests())))
+    cache, key = in_use(), request.key(request.traced(), Digests())
     for others in ((0,), (1,), (0, 1), (1, 0)):
-        loaded = ahead.load(entry, cache, [jax.devices()[device] for device in others])
+        loaded = ahead.load(key, cache, [jax.devices()[device] for device in others])
         assert (loaded is not None) == (others == devices)
 
 
-def test_loading_names_the_library_of_kernels(start, loads, monkeypatch, tmp_path):
-    """Else XLA compiles the kernels of each loaded program again: with JAX's own cache nobody else names it."""
+def test_the_library_of_kernels_is_named(start, monkeypatch, tmp_path):
+    """Else XLA compiles the kernels of each loaded program again."""
     (library := tmp_path / "libmosaic_gpu_runtime.so").touch()
     bindings = types.SimpleNamespace(__file__=str(tmp_path / "_mosaic_gpu_ext.so"))
     monkeypatch.setitem(
         sys.modules, f"{program_cache.lib.__name__}.mosaic_gpu", types.SimpleNamespace(_mosaic_gpu_ext=bindings)
     )
-    start()
-    ran(on(0))
     monkeypatch.setenv(program_cache._MOSAIC, "")  # taken away again after the test
     monkeypatch.delenv(program_cache._MOSAIC)
     program_cache.name_mosaic_library.cache_clear()
     try:
-        start()
-        ran(on(0))
+        jaxtune.use_program_cache()
     finally:
         program_cache.name_mosaic_library.cache_clear()
-    assert len(loads) == 1 and os.environ[program_cache._MOSAIC] == str(library)
+    assert os.environ[program_cache._MOSAIC] == str(library)
 
 
 WORDS = st.text() | st.sampled_from(["x" * 300, "~nobody-of-this-name/x", "~", "\0", "/" * 5000, "\udcff"])
@@ -216,8 +212,7 @@ ENVIRONMENTS = {
     "model": lambda patch: "other",
     "command": lambda patch: patch.setattr(invocation, "_words", ["chat"]),
     "flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"),
-    "jaxlib": lambda patch: patch.setattr(ahead.surroundings, "_versions", lambda: ("jaxlib 0.1",)),
-    "code": lambda patch: patch.setattr(ahead.surroundings.sources, "digest", lambda: "others"),
+    "jaxlib": lambda patch: patch.setattr(ahead.surroundings.versions, "of_kernels", lambda: ("jaxlib 0.1",)),
     "devices": lambda patch: patch.setattr(jax, "local_devices", lambda: jax.devices()[:2]),
 }
 
@@ -293,7 +288,7 @@ def test_a_command_loads_ahead_what_it_needed_the_last_time(tmp_path):
     for _ in range(2):
         assert answered() == (first, {"ahead"})
     (record,) = tmp_path.glob("ahead-*")
-    (executable, *_) = tmp_path.glob("jit_prefill-*")
+    (executable, *_) = tmp_path.glob("program-*")
     executable.write_bytes(executable.read_bytes()[:-1])
     assert answered()[0] == first
     record.write_bytes(b"[1, 2")

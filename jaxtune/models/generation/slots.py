@@ -41,7 +41,7 @@ from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.segment import Context
 from jaxtune.models.placement import gathers, partition
 from jaxtune.models.placement.streams import Arrivals, with_arrived
-from jaxtune.models.programs.kept import Function, result_shapes
+from jaxtune.models.programs.kept import Function
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.models.vision.pictures import Pictures
@@ -200,8 +200,9 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
 @functools.lru_cache(64)
 def _row_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], capacity: int) -> States:
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
+    of_shapes = functools.partial(prefill, structure, capacity, alike={})
     with dispatch.unchecked():
-        return result_shapes(functools.partial(prefill, structure, capacity), list(shapes), tokens, counts, counts)
+        return jax.eval_shape(of_shapes, list(shapes), tokens, counts, counts)
 
 
 def reads_lengths(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], slots: int, capacity: int) -> bool:
@@ -229,11 +230,20 @@ def logits_shape(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], s
 
     hidden = jax.ShapeDtypeStruct((slots, 1, structure.config.hidden_size), shaped(structure, tuple(shapes)).dtype)
     with dispatch.unchecked():
-        return result_shapes(of_hidden, list(shapes), hidden)
+        return jax.eval_shape(of_hidden, list(shapes), hidden)
 
 
 def prefill(
-    structure: Structure, capacity: int, leaves, tokens, lengths, totals, positions=None, pictures=None, adapters=None
+    structure: Structure,
+    capacity: int,
+    leaves,
+    tokens,
+    lengths,
+    totals,
+    positions=None,
+    pictures=None,
+    adapters=None,
+    alike: dict | None = None,
 ) -> States:
     """The states, with room for `capacity` tokens, after the first lengths[i] tokens of each row i, by the forward pass
     of training.
@@ -243,6 +253,7 @@ def prefill(
       positions: int32[R, T, axes], where they are not the tokens' indices; None: they are.
       pictures: Pictures of the rows, then one; None: text alone.
       adapters: int32[R], the number of each row's adapter, 0: none; None: the model has none.
+      alike: as of `_forward`.
     """
     model = structure.model(leaves)
     choose_adapters(model, None if adapters is None else jnp.broadcast_to(adapters[:, None], tokens.shape))
@@ -253,7 +264,7 @@ def prefill(
         return layer.first_state(residuals, lengths, capacity - tokens.shape[1], Context(spec, layout))
 
     with jax.named_scope("prefill"):
-        return _forward(model, tokens, layout, first_state, pictures)
+        return _forward(model, tokens, layout, first_state, pictures, alike)
 
 
 def pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals, adapters=None) -> States:
@@ -294,9 +305,17 @@ def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals,
 
 
 def _forward(
-    model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object], pictures: Pictures | None = None
+    model: Decoder,
+    tokens,
+    layout: PackedLayout,
+    first_state: Callable[..., object],
+    pictures: Pictures | None = None,
+    alike: dict | None = None,
 ) -> States:
-    """Runs prompts, int32[R, T], through all layers as training does: a state for each."""
+    """Runs prompts, int32[R, T], through all layers as training does: a state for each.
+
+    alike: {}, where shapes alone matter: of layers that are alike one runs.
+    """
     x = model.embed(tokens)
     states, shared, deep = [], {}, []
     if pictures is not None:
@@ -309,6 +328,12 @@ def _forward(
     for index, ((graph, *state), spec, layer_values) in enumerate(
         zip(splits, model.config.layers, decoder_values, strict=True)
     ):
+        kind = None
+        if alike is not None:
+            kind = graph, spec, tuple(jax.typeof(leaf) for leaf in jax.tree.leaves(state))
+            if kind in alike:
+                states.append(alike[kind])
+                continue
         state = partition.with_whole(with_arrived(state, arrivals.take(index)), gathered)
         layer = nnx.merge(graph, *state)
         inputs = layer_values | {name: shared[name] for name in layer.takes if name not in layer_values}
@@ -328,6 +353,8 @@ def _forward(
         arrivals.arrive(index, copies)
         shared |= {name: residuals[residual] for residual, name in layer.gives.items()}
         states.append(first_state(layer, spec, residuals))
+        if alike is not None and not layer.takes and not layer.gives:
+            alike[kind] = states[-1]
         x = x + deep[len(states) - 1] if len(states) <= len(deep) else x
     return states
 

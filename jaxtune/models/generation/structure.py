@@ -16,7 +16,6 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.lora import copy_structure, linears
 from jaxtune.models.placement.streams import is_on_host
-from jaxtune.models.programs.described import Digests
 from jaxtune.models.programs.kept import Function
 
 
@@ -29,14 +28,6 @@ class Structure:
     graph: nnx.GraphDef  # the model's structure
     treedef: Hashable  # the tree structure of nnx.state(model), by which the list of arrays becomes that state again
     config: DecoderConfig  # the model's config
-
-    @functools.cached_property
-    def digest(self) -> bytes:
-        return Digests().of((self.graph, self.treedef, self.config))
-
-    def described(self) -> tuple[bytes]:
-        """What tells a structure from others in a program's key, read once: it takes a tenth of a second."""
-        return (self.digest,)
 
     def model(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Decoder:
         """Builds the model from arrays or jax.ShapeDtypeStructs in the order of jax.tree.leaves(nnx.state(model))."""

@@ -1,6 +1,6 @@
-"""Executables of kept programs, loaded while a command still imports and reads files: those that the last process of
-the same command over the same model or recipe needed in its beginning, on its first device. Which of them this one
-needs, it tells later by their keys.
+"""Kept programs as files, and their executables, loaded while a command still imports and reads files: those that the
+last process of the same command over the same model or recipe needed in its beginning, on its first device. Which of
+them this one needs, it tells later by their keys.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import jax
+from jax.experimental import serialize_executable
 
 from jaxtune.models.programs import surroundings
-from jaxtune.pallas import dispatch
 from jaxtune.system import early_import, invocation, processes, timing
-from jaxtune.system.private_jax import compilation_cache, xla_client
-from jaxtune.system.program_cache import ProgramCache, in_use, name_mosaic_library
+from jaxtune.system.private_jax import compilation_cache
+from jaxtune.system.program_cache import ProgramCache, in_use
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,10 @@ _MOST = 16  # programs
 _THREADS = 4  # that load
 
 
-# Of XLA, with its entry, as `kept` describes it, and a list of its devices.
-Executable = collections.namedtuple("Executable", "entry loaded devices")
-
-
 @dataclasses.dataclass
 class _Process:
     record: str | None = None  # its name
-    loading: dict[str, Future[Executable | None]] = dataclasses.field(default_factory=dict)
+    loading: dict[str, Future[jax.stages.Compiled | None]] = dataclasses.field(default_factory=dict)
     asked: set[str] = dataclasses.field(default_factory=set)
     keys: list[str] = dataclasses.field(default_factory=list)
     written: int = 0  # of the keys
@@ -70,7 +66,7 @@ def begin(*about: str) -> None:
         if _process.has_result:
             return
         known = {*_process.asked, *_process.keys, *_process.loading}
-        futures: dict[str, Future[Executable | None]] = {key: Future() for key in keys if key not in known}
+        futures: dict[str, Future[jax.stages.Compiled | None]] = {key: Future() for key in keys if key not in known}
         _process.loading |= futures
     to_load = collections.deque(futures.items())
     for _ in range(min(_THREADS, len(futures))):
@@ -91,28 +87,36 @@ def _load(to_load: collections.deque, cache: ProgramCache, devices: Sequence) ->
             continue
         try:
             with timing.phase("cached", "ahead"):
-                content = cache.get(key)
-                future.set_result(None if content is None else load(json.loads(content), cache, devices))
+                future.set_result(load(key, cache, devices))
         except BaseException as error:  # raised again where the program is needed
             future.set_exception(error)
 
 
-def load(entry: Mapping, cache: ProgramCache, devices: Sequence) -> Executable | None:
-    """The executable of an entry; None if it is gone, of other devices, or with kernels that have not passed their
-    checks here. Raises what JAX, XLA or a compressor raises.
+def keep(key: str, program: jax.stages.Compiled, devices: Sequence, cache: ProgramCache) -> None:
+    """Writes a program. Python's lock is held for tenths of a second; what fails is logged."""
+    try:
+        serialized, takes, gives = serialize_executable.serialize(program)
+        header = json.dumps([[device.id for device in devices], takes.num_leaves, gives.num_leaves])
+        cache.put(key, compilation_cache.compress_executable(header.encode() + b"\n" + serialized))
+    except Exception as error:
+        logger.warning("a program is compiled anew at the next start: %s: %s", type(error).__name__, error)
+
+
+def load(key: str, cache: ProgramCache, devices: Sequence) -> jax.stages.Compiled | None:
+    """The program of an entry, which takes and gives lists of arrays; None without one for these devices. Raises what
+    JAX, XLA or a compressor raises.
     """
-    # XLA ends the process if their number is another.
-    if entry["devices"] != [device.id for device in devices] or not dispatch.have_passed(entry["checks"]):
+    if (content := cache.get(key)) is None:
         return None
-    if (compressed := cache.get(entry["executable"])) is None:
+    header, _, serialized = compilation_cache.decompress_executable(content).partition(b"\n")
+    ids, takes, gives = json.loads(header)
+    if ids != [device.id for device in devices]:  # XLA ends the process if their number is another
         return None
-    serialized, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(compressed))
-    name_mosaic_library()  # the user may have set JAX's cache alone
-    placed = xla_client.DeviceList(tuple(devices))
-    return Executable(entry, devices[0].client.deserialize_executable(serialized, placed), placed)
+    trees = jax.tree.structure((tuple([0] * takes), {})), jax.tree.structure([0] * gives)
+    return serialize_executable.deserialize_and_load(serialized, *trees, devices[0].client, devices)
 
 
-def take(key: str, devices: Sequence) -> Executable | None:
+def take(key: str, devices: Sequence) -> jax.stages.Compiled | None:
     """What was loaded ahead for this key on these devices; None: it was not, or could not be."""
     with _process.lock:
         _process.asked.add(key)

@@ -1,17 +1,5 @@
-"""Compiled programs that a later start runs without tracing and lowering them, which take longer than loading them.
-
-An entry of the cache of programs, under a digest of all that decides a program, names JAX's own entry with the
-executable, and has what the executable does not tell:
-
-    executable   JAX's key
-    devices      their ids, in the order of the mesh
-    name, kept   the program's name, and the arguments that it reads, by index
-    results      shape, dtype and weak type of each result
-    outline      how results are nested: an argument's index for a tree like it
-    checks       of kernels at their first use, which must have passed here
-    said         what was said about kernels that are not used
-
-It is JSON, and neither pickled nor code. A program with anything else is traced at each start.
+"""Compiled programs that a later start finds by what they compute: a program is traced at each start, and one whose
+digest has an entry in the cache of programs is neither lowered nor compiled.
 """
 
 from __future__ import annotations
@@ -19,9 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
-import operator
 import os
 import threading
 import time
@@ -35,21 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.placement import partition
-from jaxtune.models.programs import ahead, described, room, surroundings
+from jaxtune.models.programs import ahead, room, surroundings
 from jaxtune.models.programs.compiling import compiled
+from jaxtune.models.programs.digests import Digests, Undescribed
 from jaxtune.pallas import compat, dispatch, gpu_kernel
-from jaxtune.system import processes, sources, timing, waiting
+from jaxtune.system import processes, timing, waiting
 from jaxtune.system.heap import uncollected
-from jaxtune.system.private_jax import config, core, pxla
-from jaxtune.system.program_cache import ProgramCache, in_use, keys_asked, unwritten, write
+from jaxtune.system.private_jax import config
+from jaxtune.system.program_cache import ProgramCache, apart, in_use, is_used_by_jax
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _DUMPS = ("MOSAIC_GPU_DUMP", "JAX_DUMP_IR_TO")
-_LEAF = "*"
 _MOST_THREADS = 16
-COMPUTING = ("jaxtune", "jax", "flax", "optax")  # packages with functions that a program may be made of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,180 +72,164 @@ class Request:
             return contextlib.nullcontext()
         return jax.set_mesh(self.mesh) if self.shardy else partition.compiling(self.mesh)
 
-    def lowered(self) -> jax.stages.Lowered:
+    def traced(self) -> jax.stages.Traced:
         with self.context():
             program = jax.jit(self.function, out_shardings=self.out_shardings, donate_argnums=self.donated)
-            traced = program.trace(*self.arguments)
+            return program.trace(*self.arguments)
+
+    def lowered(self, traced: jax.stages.Traced) -> jax.stages.Lowered:
+        with self.context():
             compat.begin(traced)
             return traced.lower()
 
-    def key(self, digests: described.Digests) -> str | None:
-        """Of all that decides the program; None if it cannot be described."""
-        leaves, structure = jax.tree.flatten(self.arguments)
-        where, nesting = jax.tree.flatten(self.out_shardings)
+    def key(self, traced: jax.stages.Traced, digests: Digests) -> str | None:
+        """Of the program, and all that decides what it is compiled to; None if it cannot be told from others, or does
+        more than to compute its results.
+        """
+        if traced.effects:
+            return None
+        results = jax.tree.unflatten(traced.out_tree, [0] * traced.out_tree.num_leaves)
+        where = [leaf.sharding for leaf in jax.tree.leaves(self.arguments)]
+        where_to = jax.tree.leaves(jax.tree.broadcast(self.out_shardings, results))
+        donated = [argument.donated for argument in jax.tree.leaves(traced.args_info)]
+        options = sorted(self.options.items()), self.shardy
         try:
             with self.context():
-                devices = [device.id for device in self.devices]
-                parts = (self.function, leaves, structure, where, nesting, self.donated, self.shardy, devices)
-                settings = sorted(self.options.items()), config.trace_context(), surroundings.of(self.devices)
-                return f"step-{digests.of((_FORMAT, parts, settings)).hex()}"
-        except described.Undescribed as error:
-            logger.info("%s is traced at every start, as a key cannot tell of %s", self.function, error)
+                parts = (_FORMAT, traced.jaxpr, where, where_to, donated, options, config.trace_context())
+                return f"program-{digests.of((*parts, surroundings.of(self.devices))).hex()}"
+        except Undescribed as error:
+            logger.info("%s is lowered at every start, as its key cannot tell of %s", self.name, error)
         except Exception:
-            logger.warning("%s is traced, as no key can be made", self.function, exc_info=True)
+            logger.warning("%s is lowered, as no key can be made", self.name, exc_info=True)
         return None
-
-
-@dataclasses.dataclass
-class _Fresh:
-    """What compiling a program told about it."""
-
-    program: Program
-    executable: str | None  # JAX's key
-    said: list[dispatch.Said]
-    write: Callable[[], None] | None = None  # caches the executable; None: JAX has
 
 
 type Later = list[Callable[[], None]]
 type Program = jax.stages.Compiled | room.Secured
+type InRoom = Callable[[jax.stages.Compiled, tuple], Program]
+
+
+class _Built(NamedTuple):
+    program: Program
+    is_loaded: bool
+    write: Callable[[], None] | None = None  # keeps it
 
 
 def programs_of(
     requests: Sequence[Request], meanwhile: Callable[[], object] = lambda: None, later: Later | None = None
 ) -> list[Program]:
-    """The compiled programs: kept ones are loaded in threads; others are lowered one by one, the slowest should come
-    first, and compiled in threads meanwhile, then kept. Again without a kernel that fails its check.
+    """The compiled programs. They are traced one by one, the slowest should come first; kept ones are loaded in
+    threads, others are lowered and then compiled in threads, and kept. Again without a kernel that fails its check.
 
     meanwhile: called once or more while nothing but threads compiles or loads. It must wait for no thread that traces.
     later: gets what writes the programs that were compiled, seconds of a deep one; None: they are written at once.
     """
-    with timing.phase("cached", "keys"):
-        cache = cache_of_programs()
-    return list(map(_program_of, _built(requests, cache, meanwhile, later, room.secured)))
+    built = _built(requests, cache_of_programs(), meanwhile, room.secured)
+    if later is None:
+        _keep(built)
+    else:
+        later += [each.write for each in built if each.write is not None]
+    return [each.program for each in built]
 
 
 def _built(
     requests: Sequence[Request],
     cache: ProgramCache | None,
     meanwhile: Callable[[], object] = lambda: None,
-    later: Later | None = None,
-    in_room: Callable[[jax.stages.Compiled, tuple], Program] = lambda program, devices: program,
-) -> list[Program | _Fresh]:
-    """Those without an entry are _Fresh, and kept. in_room: called in the thread that loaded or compiled a program."""
-    with timing.phase("cached", "keys"):
-        digests = described.Digests()
-        keys = [None if cache is None else request.key(digests) for request in requests]
-    waits = cache is not None and later is not None
-    done = dispatch.built(functools.partial(_loaded_or_compiled, requests, keys, cache, meanwhile, waits, in_room))
-    if cache is not None:
-        built = zip(requests, keys, done, strict=True)
-        fresh = [(request, key, new) for request, key, new in built if isinstance(new, _Fresh)]
-        keep = functools.partial(_keep_all, fresh, cache)
-        if fresh:
-            later.append(keep) if later is not None else keep()
-        pairs = zip(keys, requests, strict=True)
-        ahead.note([(key, request.devices) for key, request in pairs if key is not None], cache)
-    return done
+    in_room: InRoom = lambda program, devices: program,
+) -> list[_Built]:
+    """in_room: called in the thread that loaded or compiled a program."""
+    return dispatch.built(functools.partial(_loaded_or_compiled, requests, cache, meanwhile, in_room))
 
 
-def _keep_all(fresh: Sequence[tuple[Request, str | None, _Fresh]], cache: ProgramCache) -> None:
-    for _, _, new in fresh:
-        if new.write is not None:
-            new.write()
-    named = [(request, key, new) for request, key, new in fresh if key is not None]
-    if named and sources.are_unchanged():
-        for request, key, new in named:
-            _keep(request, key, new, cache)
-
-
-def _program_of(done: Program | _Fresh) -> Program:
-    return done.program if isinstance(done, _Fresh) else done
+def _keep(built: Sequence[_Built]) -> None:
+    for each in built:
+        if each.write is not None:
+            each.write()
 
 
 def cache_of_programs() -> ProgramCache | None:
-    """None if programs are to be traced: none are kept, or their lowering is to be seen, or in several processes, or
-    the user replaced a part of jaxtune or of what it computes with, or its files changed since the start.
-    """
+    """None if JAX alone keeps programs, or nobody, or their lowering is to be seen, or in several processes."""
     dumps = any(name.startswith(_DUMPS) for name in os.environ) or "--xla_dump" in os.environ.get("XLA_FLAGS", "")
-    if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 or (cache := in_use()) is None:
+    if dumps or jax.config.values["jax_dump_ir_to"] or processes.count() > 1 or not is_used_by_jax():
         return None
-    for package in COMPUTING:
-        if (where := described.replaced(package)) is not None:
-            logger.info("programs are traced, as a function in %s is not of %s", where, package)
-            return None
-    if not sources.are_loaded():
-        logger.info("programs are traced, as files of jaxtune changed since this process began, or cannot be read")
-        return None
-    return cache
+    return in_use()
 
 
 def _loaded_or_compiled(
-    requests: Sequence[Request],
-    keys: Sequence[str | None],
-    cache: ProgramCache | None,
-    meanwhile: Callable[[], object],
-    waits: bool,
-    in_room: Callable[[jax.stages.Compiled, tuple], Program],
-) -> list[Program | _Fresh]:
-    """waits: programs that are compiled are not written yet."""
-    refused = dispatch.any_failed()  # its programs are not those of other starts
-
-    def loaded(request: Request, key: str | None) -> Program | None:
-        if key is None or cache is None or refused:
-            return None
-        with timing.phase("cached", request.name):
-            program = _loaded(request, key, cache)
-            return None if program is None else in_room(program, request.devices)
-
+    requests: Sequence[Request], cache: ProgramCache | None, meanwhile: Callable[[], object], in_room: InRoom
+) -> list[_Built]:
+    digests, keys = Digests(), []
     pool = ThreadPoolExecutor(1 + min(2 * len(requests), _MOST_THREADS), "compile")
+
+    def begin_compiling(request: Request, traced: jax.stages.Traced, key: str | None) -> Future[_Built]:
+        return pool.submit(_compiled, request, request.lowered(traced), key, cache, in_room)
+
     try:
-        # Else what a module that was imported late computes is not what keys tell.
-        unchanged = pool.submit(lambda: cache is not None and sources.are_unchanged())
-        loading = [pool.submit(loaded, *pair) for pair in zip(requests, keys, strict=True)]
-        done = []
-        if cache is not None and all(key is not None and cache.get(key) is not None for key in keys):
-            meanwhile()  # nothing is lowered
+        begun = []
         with uncollected():
-            for request, future in zip(requests, loading, strict=True):
-                with timing.phase("wait", "programs"):
-                    is_loaded = waiting.needed(future) is not None and waiting.needed(unchanged)
-                if is_loaded:
-                    done.append(future)
-                    continue
-                with dispatch.overheard() as said:
-                    lowered = request.lowered()
-                done.append(pool.submit(_compiled, request, lowered, said, cache if waits else None, in_room))
-        dispatch.begin_checks()  # which lowering asked for
+            for request in requests:
+                traced, key = request.traced(), None
+                if cache is not None:
+                    with timing.phase("cached", "keys"):
+                        key = request.key(traced, digests)
+                if key is not None and cache is not None and cache.has(key):
+                    future = pool.submit(_loaded, request, traced, key, cache, in_room)
+                else:
+                    future = begin_compiling(request, traced, key)
+                begun.append((request, traced, key, future))
+                keys.append((key, request.devices))
+        dispatch.begin_checks()  # which tracing asked for
         meanwhile()
-        with timing.phase("wait", "programs", total=len(done), unit="programs") as work:
-            for future in done:
+        with timing.phase("wait", "programs", total=len(begun), unit="programs") as work:
+            for *_, future in begun:
                 future.add_done_callback(lambda _: work.advance())
-            return [waiting.needed(future) for future in done]
+            loaded = [waiting.needed(future) for *_, future in begun]
+            again = [
+                begin_compiling(*each) if built is None else None
+                for built, (*each, _) in zip(loaded, begun, strict=True)
+            ]
+            built = [
+                each if future is None else waiting.needed(future) for each, future in zip(loaded, again, strict=True)
+            ]
     finally:
         pool.shutdown(wait=waiting.failed() is None, cancel_futures=True)
+    if cache is not None:
+        ahead.note([(key, devices) for key, devices in keys if key is not None], cache)
+    return built
+
+
+def _loaded(
+    request: Request, traced: jax.stages.Traced, key: str, cache: ProgramCache, in_room: InRoom
+) -> _Built | None:
+    """The program of an entry; None without one that can be used, which is logged."""
+    with timing.phase("cached", request.name):
+        try:
+            flat = ahead.take(key, request.devices) or ahead.load(key, cache, request.devices)
+        except Exception as error:  # of JAX, of XLA or of a compressor: whatever it is, the program can be made
+            logger.warning("a kept program is not used: %s: %s; compiling it anew", type(error).__name__, error)
+            return None
+        if flat is None:
+            return None
+        program = jax.stages.Compiled(flat._executable, [], traced.args_info, traced.out_tree)
+        return _Built(in_room(program, request.devices), True)
 
 
 def _compiled(
-    request: Request,
-    lowered: jax.stages.Lowered,
-    said: list[dispatch.Said],
-    unwritten_in: ProgramCache | None,
-    in_room: Callable[[jax.stages.Compiled, tuple], Program],
-) -> _Fresh:
-    """unwritten_in: the cache in which it is not written yet."""
+    request: Request, lowered: jax.stages.Lowered, key: str | None, cache: ProgramCache | None, in_room: InRoom
+) -> _Built:
+    """Without a key, JAX keeps the program, by what it was lowered to."""
     device = _local(request.devices)
     kernels = gpu_kernel.kernels_of(lowered) if device.platform == "gpu" else []
-    writing = contextlib.nullcontext() if unwritten_in is None else unwritten()
-    with request.context(), ThreadPoolExecutor(8, "kernels") as pool, keys_asked() as keys:
+    with request.context(), ThreadPoolExecutor(8, "kernels") as pool:
         gpu_kernel.compile_beside(kernels, device, pool)
         began = time.perf_counter()
-        with writing:
+        with contextlib.nullcontext() if key is None else apart():
             program = compiled(lowered, request.options)
-    seconds, key = time.perf_counter() - began, keys[-1] if keys else None
-    placed = in_room(program, request.devices)
-    if unwritten_in is None or key is None or unwritten_in.has(key):
-        return _Fresh(placed, key, said)
-    return _Fresh(placed, key, said, functools.partial(write, key, request.name, program, seconds))
+    seconds, placed = time.perf_counter() - began, in_room(program, request.devices)
+    if key is None or cache is None or seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
+        return _Built(placed, False)
+    return _Built(placed, False, functools.partial(ahead.keep, key, program, request.devices, cache))
 
 
 class Function:
@@ -307,9 +276,7 @@ class Function:
             if (future := self._programs.get(call.key)) is not None:
                 with timing.phase("wait", "programs"):
                     return future.result()
-            with timing.phase("cached", "keys"):
-                cache = cache_of_programs()
-            if cache is not None:
+            if (cache := cache_of_programs()) is not None:
                 return _prepared([call], cache)[0][0]
         return functools.partial(self._jitted, *arguments[: self._statics])
 
@@ -385,19 +352,17 @@ class Prepared(NamedTuple):
 
 def prepare(calls: Sequence[Call]) -> Prepared:
     """Loads or compiles, in threads, the programs that this process lacks; the slowest should come first."""
-    with timing.phase("cached", "keys"):
-        cache = cache_of_programs()
-    return _prepared(calls, cache)[1]
+    return _prepared(calls, cache_of_programs())[1]
 
 
 def begin(calls: Sequence[Call]) -> None:
-    """`prepare` in a thread, if programs are kept. Who calls one then waits, and raises what goes wrong."""
+    """`prepare` in a thread, if programs are kept. Who calls one then waits, and raises what goes wrong. Calls in a
+    context of JAX, which a thread has not, are left to who makes them.
+    """
 
     def run() -> None:
-        with timing.phase("cached", "keys"):
-            cache = cache_of_programs()
-        if cache is not None:
-            _prepared(calls, cache)
+        if (cache := cache_of_programs()) is not None:
+            _prepared([call for call in calls if call.key[-1] == config.trace_context()], cache)
 
     pool = ThreadPoolExecutor(1, "prepare")
     pool.submit(run)
@@ -415,9 +380,10 @@ def _prepared(calls: Sequence[Call], cache: ProgramCache | None) -> tuple[list[C
             future.set_exception(error)
         raise
     for (_, future), done in zip(missing, built, strict=True):
-        future.set_result(_program_of(done))
-    compiled = sum(isinstance(done, _Fresh) for done in built)
-    return [future.result() for _, future, _ in futures], Prepared(len(built) - compiled, compiled)
+        future.set_result(done.program)
+    _keep(built)
+    loaded = sum(done.is_loaded for done in built)
+    return [future.result() for _, future, _ in futures], Prepared(loaded, len(built) - loaded)
 
 
 type _Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -434,183 +400,6 @@ def _of_array(leaf: _Leaf, device) -> tuple[bool, str | None]:
     """(whether its type is weak, in which memory of a device it is)."""
     where = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(device)
     return getattr(leaf, "weak_type", False), where.memory_kind
-
-
-def result_shapes(function: Callable, *arguments):
-    """jax.eval_shape on shapes, whose result is kept: tracing a deep model takes tenths of a second."""
-    cache = None if dispatch.any_failed() else cache_of_programs()
-    if cache is None:
-        return jax.eval_shape(function, *arguments)
-    with ThreadPoolExecutor(1) as pool:
-        unchanged = pool.submit(sources.are_unchanged)
-        key = _shapes_key(function, arguments)
-    if key is None or not unchanged.result():
-        return jax.eval_shape(function, *arguments)
-    structures = [jax.tree.structure(argument) for argument in arguments]
-    if (content := cache.get(key)) is not None:
-        try:
-            return _shapes_of(json.loads(content), structures)
-        except Exception as error:  # whatever is wrong with an entry, the function can be traced
-            logger.warning("kept shapes are not used: %s: %s; tracing anew", type(error).__name__, error)
-    shapes = jax.eval_shape(function, *arguments)
-    leaves, structure = jax.tree.flatten(shapes)
-    if not sources.are_unchanged():
-        return shapes
-    with contextlib.suppress(described.Undescribed, OSError):
-        outline = _outline(jax.tree.unflatten(structure, range(len(leaves))), structures)
-        results = [(leaf.shape, str(leaf.dtype), leaf.weak_type) for leaf in leaves]
-        cache.put(key, json.dumps({"results": results, "outline": outline}).encode())
-    return shapes
-
-
-def _shapes_of(entry: Mapping, structures: Sequence):
-    """ValueError if it is not as `result_shapes` writes it; others for what is no entry at all."""
-    structure = jax.tree.structure(_nested(entry["outline"], structures))
-    if structure.num_leaves != len(entry["results"]):
-        raise ValueError(f"{len(entry['results'])} results for {structure.num_leaves} places")
-    leaves = [
-        jax.ShapeDtypeStruct(tuple(map(operator.index, shape)), jnp.dtype(dtype), weak_type=bool(weak))
-        for shape, dtype, weak in entry["results"]
-    ]
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _shapes_key(function: Callable, arguments: tuple) -> str | None:
-    leaves, structure = jax.tree.flatten(arguments)
-    settings = config.trace_context(), surroundings.of(jax.local_devices()[:1])
-    try:
-        return f"shapes-{described.Digests().of((_FORMAT, function, leaves, structure, settings)).hex()}"
-    except described.Undescribed as error:
-        logger.info("%s is traced at every start, as a key cannot tell of %s", function, error)
-        return None
-
-
-# ---- keeping and loading
-
-
-def _keep(request: Request, key: str, fresh: _Fresh, cache: ProgramCache) -> None:
-    """Writes an entry, unless the program has what no entry holds."""
-    unloaded = getattr(fresh.program._executable, "_unloaded_executable")  # noqa: B009 - of a subclass
-    with_more = (unloaded.unordered_effects, unloaded.ordered_effects, unloaded.keepalive, unloaded.host_callbacks)
-    checks = dispatch.passed()
-    if fresh.executable is None or checks is None or any(with_more) or unloaded.mut or fresh.program._params.const_args:
-        return
-    if any(jnp.dtype(str(aval.dtype)) != aval.dtype for aval in unloaded.output_avals):
-        return
-    nested = jax.tree.unflatten(fresh.program.out_tree, range(fresh.program.out_tree.num_leaves))
-    try:
-        outline = _outline(nested, [jax.tree.structure(argument) for argument in request.arguments])
-    except described.Undescribed:
-        return
-    entry = {
-        "executable": fresh.executable,
-        "devices": [device.id for device in request.devices],
-        "name": unloaded.name,
-        "kept": sorted(unloaded.kept_var_idx),
-        "results": [[aval.shape, str(aval.dtype), aval.weak_type] for aval in unloaded.output_avals],
-        "outline": outline,
-        "checks": checks,
-        "said": fresh.said,
-    }
-    with contextlib.suppress(OSError):  # the next start traces it again
-        cache.put(key, json.dumps(entry).encode())
-
-
-def _loaded(request: Request, key: str, cache: ProgramCache) -> jax.stages.Compiled | None:
-    """The program of an entry; None without one. One that cannot be used is logged."""
-    if (content := cache.get(key)) is None:
-        return None
-    try:
-        executable = ahead.take(key, request.devices)
-        if executable is None:
-            executable = ahead.load(json.loads(content), cache, request.devices)
-        if executable is None:
-            return None
-        with request.context():
-            program = _program(request, executable)
-        dispatch.say_again(executable.entry["said"])
-    except Exception as error:  # of JSON, of JAX, of XLA or of a compressor: whatever it is, the program can be made
-        logger.warning("a kept program is not used: %s: %s; compiling it anew", type(error).__name__, error)
-        return None
-    return program
-
-
-def _program(request: Request, loaded: ahead.Executable) -> jax.stages.Compiled:
-    """What jax.stages.Lowered.compile makes of an executable."""
-    entry, executable, devices = loaded
-    leaves, structure = jax.tree.flatten((request.arguments, {}))
-    avals: list = [core.shaped_abstractify(leaf) for leaf in leaves]
-    kept = set(entry["kept"])
-    read = [aval for index, aval in enumerate(avals) if index in kept]
-    read_from = [leaf.sharding for index, leaf in enumerate(leaves) if index in kept]
-    nested = _nested(entry["outline"], [jax.tree.structure(argument) for argument in request.arguments])
-    results = [core.ShapedArray(tuple(shape), jnp.dtype(dtype), weak) for shape, dtype, weak in entry["results"]]
-    written_to = jax.tree.leaves(jax.tree.broadcast(request.out_shardings, nested))
-    results = [core.update_aval_with_sharding(aval, where) for aval, where in zip(results, written_to, strict=True)]
-    of_reads, of_results = pxla._get_layouts_from_executable(
-        executable, [None] * len(read), [None] * len(results), 0, read, results
-    )
-    name = entry["name"]
-    unloaded = pxla.UnloadedMeshExecutable(
-        xla_executable=executable,
-        device_list=devices,
-        backend=devices[0].client,
-        input_avals=read,
-        input_shardings=read_from,
-        output_avals=results,
-        output_shardings=written_to,
-        committed=True,
-        name=name,
-        unordered_effects=[],
-        ordered_effects=[],
-        keepalive=[],
-        host_callbacks=[],
-        kept_var_idx=kept,
-        mut=None,
-        xla_in_layouts=of_reads,
-        dispatch_in_layouts=pxla.get_dispatch_layouts(of_reads, read_from, read),
-        xla_out_layouts=of_results,
-        all_args_info=pxla.AllArgsInfo(avals, core.DebugInfo("jit", name, ("",) * len(avals), None)),
-        pgle_profiler=None,
-    )
-    donated = jax.tree.leaves(
-        tuple(
-            jax.tree.map(lambda _, donates=index in request.donated: donates, argument)
-            for index, argument in enumerate(request.arguments)
-        )
-    )
-    infos = [jax.stages.ArgInfo(aval, donates) for aval, donates in zip(avals, donated, strict=True)]
-    return jax.stages.Compiled(
-        unloaded.load(), [], jax.tree.unflatten(structure, infos), jax.tree.structure(nested), no_kwargs=False
-    )
-
-
-def _outline(nested: object, arguments: Sequence):
-    """A tree of indices as JSON: None, the index of an argument's structure, _LEAF, or {"dict", "list" or "tuple": its
-    items}.
-    """
-    if nested is None or isinstance(nested, int):
-        return None if nested is None else _LEAF
-    structure = jax.tree.structure(nested)
-    if structure.num_leaves and structure in arguments:
-        return arguments.index(structure)
-    if type(nested) is dict and all(isinstance(name, str) for name in nested):
-        return {"dict": {name: _outline(item, arguments) for name, item in nested.items()}}
-    if isinstance(nested, list | tuple) and type(nested) in (list, tuple):
-        return {type(nested).__name__: [_outline(item, arguments) for item in nested]}
-    raise described.Undescribed(f"a result in a {type(nested).__name__}")
-
-
-def _nested(outline, arguments: Sequence):
-    """A tree of zeros, of `_outline`."""
-    if outline is None or outline == _LEAF:
-        return None if outline is None else 0
-    if isinstance(outline, int):
-        return jax.tree.unflatten(arguments[outline], [0] * arguments[outline].num_leaves)
-    ((kind, items),) = outline.items()
-    if kind == "dict":
-        return {name: _nested(item, arguments) for name, item in items.items()}
-    return {"list": list, "tuple": tuple}[kind](_nested(item, arguments) for item in items)
 
 
 def _local(devices: Sequence):

@@ -1,4 +1,6 @@
-"""What decides programs beside their functions: the machine, the software, and their settings."""
+"""What decides a program that is not in its trace: the machine, the software that lowers and compiles it, and their
+settings.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,10 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
 import jax
 
-from jaxtune.models.programs import described
-from jaxtune.pallas import gpu_kernel, targets, tuning, versions
+from jaxtune.pallas import versions
 from jaxtune.system import sources
 from jaxtune.system.private_jax import lib, xla_client
 
@@ -30,18 +30,19 @@ _OF_MOSAIC = (
 
 def of(devices: Sequence) -> tuple:
     settings = {name: str(value) for name, value in sorted(jax.config.values.items()) if "_cache_" not in name}
-    kernels = targets.absent(), tuning.state(), repr(gpu_kernel.interpreter())
-    return of_start(devices), settings, kernels
+    return of_start(devices), settings
 
 
 def of_start(devices: Sequence) -> tuple:
     """Those of them that are set when a process starts."""
     client = devices[0].client
-    platform = client.platform, client.platform_version, [device.device_kind for device in devices], _topology(devices)
+    kinds = [(device.id, device.device_kind) for device in devices]
+    platform = client.platform, client.platform_version, kinds, _topology(devices)
     variables = {name: value for name, value in sorted(os.environ.items()) if _decides(name)}
     flags = [word for word in sys.argv if word.startswith("--xla")]
     tools = lib.cuda_path  # of the user's CUDA_ROOT, whose versions no package tells, or of a package
-    return platform, sources.digest(), _versions(), tools, variables, flags
+    kernels = sources.digest("pallas") if client.platform == "gpu" else None  # parts of which run when they are lowered
+    return platform, kernels, (sys.version, *versions.of_kernels()), tools, variables, flags
 
 
 def _decides(variable: str) -> bool:
@@ -51,13 +52,12 @@ def _decides(variable: str) -> bool:
     return variable.startswith(_OF_COMPILERS)
 
 
-def _topology(devices: Sequence) -> int | None:
+@functools.cache
+def _topology_of(devices: tuple) -> int | None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # a backend that does not tell
         return xla_client.get_topology_for_devices(list(devices)).fingerprint()
     return None
 
 
-@functools.cache
-def _versions() -> tuple[str, ...]:
-    packages = sorted(described.PACKAGES - {"jaxtune"})
-    return (sys.version, *versions.of_kernels(), *(f"{name} {metadata.version(name)}" for name in packages))
+def _topology(devices: Sequence) -> int | None:
+    return _topology_of(tuple(devices))

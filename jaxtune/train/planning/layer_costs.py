@@ -19,7 +19,6 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.fitted import ATTENTION_TIME, EXPERT_GRADIENT_TIME
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block, Renamed, sizes_of
 from jaxtune.models.layers.segment import Context, Segment, Sizes, matrix_of, weights_per_token
-from jaxtune.models.programs.kept import result_shapes
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack.stack import layer_forward
 from jaxtune.models.stack.stack_layers import with_low_rank_kept
@@ -285,7 +284,7 @@ def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens:
         return result(block, values, layout)
 
     with dispatch.unchecked():
-        return result_shapes(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
+        return jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
 
 
 def experts_adapters(layers: Sequence[Block], dtype) -> float:

@@ -60,10 +60,6 @@ class _Structure:
             leaves[index] = leaf
         return self._definition.unflatten(leaves)
 
-    def described(self) -> tuple[object, ...]:
-        """What tells it from others in another process."""
-        return self._definition, self._stacks
-
 
 def _stacked(tensors: Sequence[jax.Array]) -> jax.Array:
     """Outside of a program by way of the host: a program for it would take seconds to compile."""

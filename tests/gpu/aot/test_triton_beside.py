@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtune.models.programs.digests import Digests
 from jaxtune.models.programs.kept import Request
 from jaxtune.pallas import compat, targets
-from jaxtune.pallas.gated import gated_thin, gated_thin_backward
+from jaxtune.pallas.gated import gated_thin, gated_thin_backward, thin_kernels
 from jaxtune.pallas.thin_pair import thin_pair, thin_pairs
 from tests import patience
 from tests.gpu.aot.target import H200
@@ -66,8 +67,9 @@ def arguments(tokens: int, size: int, rank: int, dtype=jnp.bfloat16) -> list[jax
 
 
 def lowered(function, shapes) -> str:
+    request = Request(function, tuple(shapes), where(), None, {})
     with H200.lowering():
-        return Request(function, tuple(shapes), where(), None, {}).lowered().as_text()
+        return request.lowered(request.traced()).as_text()
 
 
 @settings(max_examples=6, deadline=None)
@@ -153,3 +155,19 @@ def test_a_process_ends_while_kernels_are_compiled(end):
         [sys.executable, "-c", ENDING + end], capture_output=True, text=True, timeout=patience.SECONDS, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "begun 4\n", "")
+
+
+def test_a_kernel_is_in_a_program_s_digest_by_its_source(monkeypatch):
+    def digest() -> bytes:
+        jax.clear_caches()
+        shapes = arguments(4096, 576, 8)
+        with H200.lowering():
+            return Digests().of(jax.jit(forward_and_backward("silu")).trace(*shapes).jaxpr)
+
+    kernel, before = thin_kernels.gated_thin_kernel, digest()
+    assert digest() == before
+    source = kernel.src
+    kernel._unsafe_update_src(source.replace("def ", "def  ", 1))
+    changed = digest()
+    kernel._unsafe_update_src(source)
+    assert changed != before == digest()
