@@ -36,7 +36,7 @@ from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import SETTINGS, Readable
-from jaxtune.serve.trials import tried
+from jaxtune.serve.trials import Trials
 
 _MOST_ANSWERS = 128  # to one request
 _MOST_PASSED = 64  # grammars that a reader need not try again
@@ -312,7 +312,7 @@ def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, 
     if lark is None:
         message = f"tool_choice: the calls of {served.name} are no JSON, so they cannot be required: use auto"
         raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-    return _followed(grammars.lark_grammar, (lark,), "tools", served)
+    return _followed("grammar", (lark,), "tools", served)
 
 
 class _Grammar(NamedTuple):
@@ -329,10 +329,10 @@ def _or_calls(answer: _Grammar, schemas: Schemas, served: Readable, many: bool) 
     choices = [choice for choice in (calls, any_calls) if choice is not None]
     for choice in choices[:-1]:
         with contextlib.suppress(ApiError):  # a schema of arguments that is not followed
-            return _followed(grammars.either, (grammar, choice), "tools", served)
+            return _followed("either", (grammar, choice), "tools", served)
     if not choices:
         return answer  # calls come before what follows the grammar
-    return _followed(grammars.either, (grammar, choices[-1]), "tools", served)
+    return _followed("either", (grammar, choices[-1]), "tools", served)
 
 
 def _grammar(body: _Body, served: Readable) -> _Grammar:
@@ -344,45 +344,58 @@ def _grammar(body: _Body, served: Readable) -> _Grammar:
             message = "structured_outputs: give one of json, regex, choice and grammar, and no response_format"
             raise ApiError(400, message, "structured_outputs", "invalid_value")
         [(kind, value)] = asked.items()
-        makes: dict[str, Callable[..., str]] = {
-            "json_": lambda value: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
-            "json_object": lambda _: grammars.json_grammar({"type": "object"}),
-            "regex": grammars.regex_grammar,
-            "choice": grammars.choice_grammar,
-            "grammar": grammars.lark_grammar,
-        }
-        return _followed(makes[kind], (value,), "structured_outputs", served, kind)
+        return _followed(kind, (value,), "structured_outputs", served)
     if form is None or form.type == "text":
         return _Grammar()
     if (form.type == "json_schema") != (form.json_schema is not None):
         message = f"response_format.json_schema: goes with type json_schema, and the type is {form.type}"
         raise ApiError(400, message, "response_format", "invalid_value")
     schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-    return _followed(grammars.json_grammar, (schema,), "response_format", served)
+    return _followed("json_schema", (schema,), "response_format", served)
 
 
-def _followed[*Asked](
-    make: Callable[[*Asked], str], asked: tuple[*Asked], key: str, served: Readable, kind: str = ""
-) -> _Grammar:
-    """make(*asked), after it was made and compiled in a process that may die, once for clients who ask for the same;
-    ApiError (400).
+# {how a client asks for it: what makes it}
+_GRAMMARS: dict[str, Callable[..., str]] = {
+    "json_": lambda value: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
+    "json_schema": grammars.json_grammar,
+    "json_object": lambda _: grammars.json_grammar({"type": "object"}),
+    "regex": grammars.regex_grammar,
+    "choice": grammars.choice_grammar,
+    "grammar": grammars.lark_grammar,
+    "either": grammars.either,
+}
+
+
+def with_trials(models: Models) -> Models:
+    """The models with one process that tries what clients ask for; their vocabularies are made here, in seconds."""
+
+    def work(asked: tuple[str, str, tuple]) -> tuple[str, object]:
+        name, kind, values = asked
+        grammar = _GRAMMARS[kind](*values)
+        return grammar, models[name].grammars.begun(grammar)
+
+    trials = Trials(work)
+    models = {name: dataclasses.replace(model, trials=trials, passed={}) for name, model in models.items()}
+    for model in models.values():
+        with contextlib.suppress(ImportError, ValueError):
+            _ = model.vocab_size and model.grammars
+    return models
+
+
+def _followed(kind: str, asked: tuple, key: str, served: Readable) -> _Grammar:
+    """The grammar of a kind, after it was made and compiled in a process that may die, once for clients who ask for the
+    same; ApiError (400).
     """
-
-    def work() -> tuple[str, object]:
-        grammar = make(*asked)
-        return grammar, compiler.begun(grammar)
-
     try:
-        if not served.vocab_size:
-            return _Grammar(make(*asked))
-        known = kind or make.__name__, json.dumps(asked)
-        if (passed := served.passed.get(known)) is not None:
-            return _Grammar(*passed)
-        compiler = served.grammars  # made here, as a child would lose it
-        if len(served.passed) >= _MOST_PASSED:
-            served.passed.clear()
-        served.passed[known] = grammar = _Grammar(*tried(work))
-        return grammar
+        if served.trials is None:
+            return _Grammar(_GRAMMARS[kind](*asked))
+        known = kind, json.dumps(asked)
+        if known not in served.passed:
+            grammar = _Grammar(*served.trials((served.name, kind, asked)))
+            if len(served.passed) >= _MOST_PASSED:
+                served.passed.clear()
+            served.passed[known] = grammar
+        return _Grammar(*served.passed[known])
     except (ValueError, TypeError, RecursionError) as error:
         raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
 

@@ -51,13 +51,21 @@ def serve(descriptor: int, parent: int) -> None:
     while (message := children.receive(connection)) is not None:
         value = pickle.loads(message)
         if isinstance(value, dict):
+            _end_trials(models)
             models = _prepared(value)
             children.send(connection, b"")
         else:
             children.send(connection, pickle.dumps(_answer(models, *value)))
 
 
+def _end_trials(models: Models) -> None:
+    for model in models.values():
+        if model.trials is not None:
+            model.trials.close()
+
+
 def _prepared(models: Models) -> Models:
+    models = bodies.with_trials(models)
     for model in models.values():
         if model.tokenizer.chat_template:
             model.reader(tools=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -152,11 +153,32 @@ WORK = {
 
 @pytest.mark.parametrize("name", WORK)
 def test_work_that_fails_is_named(name, monkeypatch):
-    work, words = WORK[name]
     monkeypatch.setattr(trials, "_SECONDS", 1)
-    with pytest.raises(ValueError, match=words):
-        trials.tried(work)
-    assert trials.tried(lambda: ("done", None))[0] == "done"
+    tried = trials.Trials(lambda asked: WORK[asked][0]() if asked else ("done", None))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=WORK[name][1]):
+            tried(name)
+        assert tried("")[0] == "done"
+    tried.close()
+
+
+def test_a_child_takes_the_next_work_unless_it_holds_much():
+    kept = []
+
+    def work(count: int) -> tuple[int, object]:
+        kept.append(bytearray(os.urandom(count)))
+        return os.getpid(), None
+
+    tried = trials.Trials(work)
+    first, held = tried(0)
+    second, _ = tried(9 << 20)
+    third, _ = tried(0)
+    assert first == second and third not in (first, os.getpid()) and held < 1 << 20
+    tried.close()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(third, 0)
+    assert tried(0)[0] not in (first, third)
+    tried.close()
 
 
 @pytest.mark.parametrize(
@@ -168,14 +190,15 @@ def test_many_rules_and_definitions_are_refused(key, value):
         make(value)
 
 
-def test_what_many_clients_ask_for_is_tried_once_by_a_reader(monkeypatch):
+def test_what_many_clients_ask_for_is_tried_once_by_a_reader():
     """64 of them with one schema were answered at 0.6 of the rate."""
-    tries, tried = [], bodies.tried
-    monkeypatch.setattr(bodies, "tried", lambda work: tries.append(work) or tried(work))
-    served = served_models()["base"].readable
+    models = bodies.with_trials({"base": served_models()["base"].readable})
+    tries, tried = [], models["base"].trials
+    models["base"] = dataclasses.replace(models["base"], trials=lambda asked: tries.append(asked) or tried(asked))
     for _ in range(3):
         for asked in (definitions(3), definitions(4), options(3)):
             body = {"model": "base", **PROMPT, **asked}
-            [row] = bodies.read_completion(body, {"base": served}, {"base": 256}).rows
+            [row] = bodies.read_completion(body, models, {"base": 256}).rows
             assert row.grammar
     assert len(tries) == 3
+    tried.close()
