@@ -12,11 +12,13 @@ import io
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import numpy as np
+
+from jaxtune.system.files import read_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,10 +34,18 @@ _BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # how JPEG, PNG, GIF and W
 _PAYLOADS = ("image", "image_url", "bytes", "base64", "data", "source", "url", "path", "file")
 _SIZES = ("max_pixels", "min_pixels", "resized_height", "resized_width")
 _SECONDS = 30.0  # for a remote picture
+_ORIENTATION = 0x0112  # EXIF's tag
 
 
 class PictureError(ValueError):
     """A picture that cannot be read."""
+
+
+class Size(NamedTuple):
+    """Of a picture, in pixels."""
+
+    width: int
+    height: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +103,9 @@ class Picture:
         if self.path is None:
             return self.fetched().file_bytes()
         try:
-            path = Path(self.path)
-            if not path.is_file():
-                raise PictureError(f"there is no file {self.path}")
-            if (size := path.stat().st_size) > MOST_BYTES:
-                raise PictureError(f"{self.path} has {size:,} bytes; a picture may have {MOST_BYTES:,}")
-            return path.read_bytes()
+            return read_plain(self.path, MOST_BYTES)
+        except FileNotFoundError:
+            raise PictureError(f"there is no file {self.path}") from None
         except OSError as error:
             raise PictureError(f"{self.path} cannot be read: {error.strerror or error}") from None
 
@@ -106,6 +113,14 @@ class Picture:
         """The picture in RGB, upright, on white where it is transparent. Raises PictureError for one that is broken, of
         more than MOST_PIXELS, or moves.
         """
+        return self._read(rgb)
+
+    def size(self) -> Size:
+        """Of the picture upright, by its header alone. Raises PictureError as `decoded`."""
+        return self._read(_upright_size)
+
+    def _read[T](self, read: Callable[[Image], T]) -> T:
+        """What `read` makes of the picture, whose pixels may not be decoded yet."""
         from PIL import Image
 
         name = self.path or "the picture"
@@ -114,9 +129,11 @@ class Picture:
         kinds = [kind for kind in _KINDS if kind in Image.OPEN]  # a build of Pillow may lack some
         try:
             if self.image is not None:
-                return _still(self.image, name)
+                _require_still(self.image, name)
+                return read(self.image)
             with Image.open(io.BytesIO(data), formats=kinds) as image:
-                return _still(image, name)
+                _require_still(image, name)
+                return read(image)
         except PictureError:
             raise
         except Image.UnidentifiedImageError:
@@ -131,13 +148,17 @@ class Picture:
         return hashlib.blake2b(self.file_bytes(), digest_size=16).digest()
 
 
-def _still(image: Image, name: str) -> Image:
-    """`rgb` of an image that may not be decoded yet. Raises PictureError as `Picture.decoded`."""
+def _require_still(image: Image, name: str) -> None:
+    """Raises PictureError for an image that moves or is too large."""
     if image.width * image.height > MOST_PIXELS:
         raise PictureError(f"{name} has {image.width:,} x {image.height:,} pixels; at most {MOST_PIXELS:,} are decoded")
     if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photograph with previews
         raise PictureError(f"{name} has several frames; only still pictures can be read: keep one frame")
-    return rgb(image)
+
+
+def _upright_size(image: Image) -> Size:
+    turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    return Size(image.height, image.width) if turned else Size(image.width, image.height)
 
 
 @functools.cache
@@ -256,7 +277,15 @@ def _of_text(text: str, access: PictureAccess) -> Picture:
         return Picture(data=_unpacked(text))
     if not access.files:
         raise PictureError(f"{_short(text)} is a file's name, which is not read here: send the picture as a data URL")
-    path = urllib.parse.unquote(urllib.parse.urlsplit(text).path) if scheme == "file" else text
+    if scheme == "file":
+        address = urllib.parse.urlsplit(text)
+        if address.netloc not in ("", "localhost"):
+            raise PictureError(f"{_short(text)} is on another machine ({address.netloc}): give a path of this one")
+        path = urllib.parse.unquote(address.path)
+    elif "://" in text[:16]:
+        raise PictureError(f"{_short(text)} is of a kind that is not fetched: give http, https, a path or a data URL")
+    else:
+        path = text
     if "\0" in path or len(path) > 4096:
         raise PictureError(f"{_short(text)} is no path")
     try:

@@ -202,7 +202,7 @@ def test_a_file_that_goes_missing_is_told(files):
     (files / "a b.png").unlink()
     with pytest.raises(PictureError, match="there is no file"):
         picture.decoded()
-    with pytest.raises(PictureError, match="there is no file"):
+    with pytest.raises(PictureError, match="is not a regular file"):
         Picture(path="/dev/zero").decoded()
 
 
