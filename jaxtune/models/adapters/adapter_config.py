@@ -42,9 +42,10 @@ _FOLLOWED = {
     "bias",
     "target_parameters",
     "unsloth_fused_expert_lora",
+    "lora_B_layout",
+    "auto_mapping",  # of which only Unsloth's mark is read
 }
 _HARMLESS = {
-    "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
     "megatron_core",
@@ -186,6 +187,8 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "base_model_name_or_path": values.text,
     "bias": values.text,
     "unsloth_fused_expert_lora": values.mapping,
+    "lora_B_layout": values.text,
+    "auto_mapping": values.mapping,
 }
 
 
