@@ -58,6 +58,7 @@ def run(arguments: Sequence[str]) -> None:
     if options.rows and not options.prove:
         parser.error("--rows: goes with --prove")
     from jaxtune.models.adapters.adapter_config import base_of
+    from jaxtune.models.files import model_card
     from jaxtune.models.files.model_folder import is_gguf
 
     converts = options.to == "merged" and is_gguf(Path(options.model).expanduser())  # to safetensors
@@ -79,6 +80,7 @@ def run(arguments: Sequence[str]) -> None:
             tokenizer=tokenizer,
             outtype=options.outtype,
             max_shard_bytes=int(options.max_shard_gb * 1e9),
+            facts=None if base_of(options.model) is None else model_card.of_folder(Path(options.model).expanduser()),
         )
     screen = console()
     for note in exported.notes:

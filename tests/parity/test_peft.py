@@ -117,7 +117,7 @@ def test_adapter_made_here(tmp_path, config, settings):
     assert tied == CONFIGS[config]["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize("case", ["patterns", "experts", "saved_tied"])
+@pytest.mark.parametrize("case", ["experts", pytest.param("saved_tied", marks=pytest.mark.full)])
 def test_an_export_is_proven_by_peft(tmp_path, case):
     config, settings = OURS[case]
     base = reference.make_checkpoint(tmp_path / "base", CONFIGS[config])
