@@ -161,7 +161,8 @@ class _Guard:
 
     def _refused(self, request: Request) -> ApiError | None:
         """The error for a request that must not be answered: Host and Origin for all paths, the key but for _OPEN."""
-        why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
+        origins = ", ".join(request.headers.getlist("origin")) or None  # browsers send one
+        why = refusal(request.headers.get("host"), origins) if self._local else None
         if why is not None:
             return ApiError(403, why)
         # Not of `request.url`, which is made of the header Host too.

@@ -163,6 +163,13 @@ def _check_dropout(key: str, value: Any) -> None:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
+def _check_alpha(key: str, value: Any) -> None:
+    """A number above 0 that float32 has, as the product with it would be infinite otherwise; else ValueError."""
+    values.positive(key, value)
+    if value > _MOST_ALPHA:
+        raise ValueError(f"{key} = {value!r}: must be below {_MOST_ALPHA:g}, or scales are infinite in float32")
+
+
 def _check_patterns(check: Callable[[str, Any], None], key: str, value: Any) -> None:
     """A mapping whose values pass `check`."""
     values.mapping(key, value)
@@ -170,9 +177,10 @@ def _check_patterns(check: Callable[[str, Any], None], key: str, value: Any) -> 
         check(f"{key}: {pattern!r}", setting)
 
 
+_MOST_ALPHA = 3e38
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "r": values.whole,
-    "lora_alpha": values.positive,
+    "lora_alpha": _check_alpha,
     "lora_dropout": _check_dropout,
     "target_modules": _check_names,
     "exclude_modules": _check_names,
@@ -181,7 +189,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "layers_to_transform": _check_layers,
     "layers_pattern": _check_names,
     "rank_pattern": functools.partial(_check_patterns, values.whole),
-    "alpha_pattern": functools.partial(_check_patterns, values.positive),
+    "alpha_pattern": functools.partial(_check_patterns, _check_alpha),
     "use_rslora": values.boolean,
     "use_dora": values.boolean,
     "base_model_name_or_path": values.text,

@@ -95,8 +95,8 @@ def _text(title: str, facts: Facts, kind: str) -> str:
     base = facts["base"] if _on_hub(facts["base"]) else Path(facts["base"]).name  # other machines have no such folder
     base = f" of {base}" if base else ""
     lines += [f"{kind.capitalize()}{base}, made with jaxtune {__version__}.", ""]
-    if facts["figures"]:
-        lines += ["| | |", "|---|---|", *(f"| {_cell(name)} | {_cell(value)} |" for name, value in facts["figures"].items())]
+    if figures := facts["figures"]:
+        lines += ["| | |", "|---|---|", *(f"| {_cell(name)} | {_cell(value)} |" for name, value in figures.items())]
     return "\n".join(lines).rstrip() + "\n"
 
 
