@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import http.client
 import io
-import time
+import socket
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -77,20 +79,7 @@ class Picture:
         """The picture with the bytes behind its address; itself without one. Raises PictureError."""
         if self.url is None:
             return self
-        data, end = bytearray(), time.monotonic() + _SECONDS
-        try:
-            with _web().open(self.url, timeout=_SECONDS) as reply:
-                while piece := reply.read1(2**20):
-                    data += piece
-                    if len(data) > MOST_BYTES:
-                        raise PictureError(f"{_short(self.url)} has more than {MOST_BYTES:,} bytes")
-                    if time.monotonic() > end:
-                        raise PictureError(f"{_short(self.url)} took more than {_SECONDS:g} seconds")
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            if isinstance(error, PictureError):
-                raise
-            raise PictureError(f"{_short(self.url)} cannot be fetched: {error}") from None
-        return Picture(data=bytes(data))
+        return Picture(data=_Fetch(self.url).content())
 
     def file_bytes(self) -> bytes:
         """Its file's content, of an image in memory as PNG. Raises PictureError."""
@@ -161,14 +150,70 @@ def _upright_size(image: Image) -> Size:
     return Size(image.height, image.width) if turned else Size(image.width, image.height)
 
 
-@functools.cache
-def _web() -> urllib.request.OpenerDirector:
-    """Of http and https alone, wherever an address redirects to."""
+class _Fetch(threading.Thread):
+    """Of one address, in a thread: names, redirects, heads and bytes have one limit of time together."""
+
+    def __init__(self, url: str):
+        super().__init__(daemon=True)
+        self._url, self._data, self._error = url, bytearray(), ""
+        self._is_over, self._sockets = False, list[socket.socket]()
+
+    def content(self) -> bytes:
+        """Raises PictureError."""
+        self.start()
+        self.join(_SECONDS)
+        self._is_over = True
+        for opened in self._sockets:  # the thread ends when it waits for one
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+        if self.is_alive():
+            raise PictureError(f"{_short(self._url)} took more than {_SECONDS:g} seconds")
+        if self._error:
+            raise PictureError(f"{_short(self._url)} {self._error}")
+        return bytes(self._data)
+
+    def run(self) -> None:
+        try:
+            with _web(self._connection).open(self._url, timeout=_SECONDS) as reply:
+                while piece := reply.read1(2**20):
+                    self._data += piece
+                    if len(self._data) > MOST_BYTES:
+                        self._error = f"has more than {MOST_BYTES:,} bytes"
+                        return
+        except Exception as error:  # of many kinds
+            self._error = f"cannot be fetched: {error}"
+
+    def _connection(self, kind: Callable[..., http.client.HTTPConnection], host: str, **options: Any):
+        """One of http.client, whose socket is known from when it is open."""
+        connection = kind(host, **options)
+        connect = connection.connect
+
+        def known() -> None:
+            if self._is_over:
+                raise TimeoutError
+            connect()
+            self._sockets.append(connection.sock)
+
+        connection.connect = known
+        return connection
+
+
+def _web(make: Callable[..., http.client.HTTPConnection]) -> urllib.request.OpenerDirector:
+    """Of http and https alone, wherever an address redirects to. make: connections, of their class."""
+
+    class Http(urllib.request.HTTPHandler):
+        def do_open(self, http_class, req, **options):
+            return super().do_open(functools.partial(make, http_class), req, **options)
+
+    class Https(urllib.request.HTTPSHandler):
+        def do_open(self, http_class, req, **options):
+            return super().do_open(functools.partial(make, http_class), req, **options)
+
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
+        Http,
+        Https,
         urllib.request.HTTPRedirectHandler,
         urllib.request.HTTPDefaultErrorHandler,
         urllib.request.HTTPErrorProcessor,

@@ -140,15 +140,15 @@ def is_hub_name(text: str) -> bool:
 
 
 def resolve_folder(path: str | os.PathLike) -> Path:
-    """The local folder or GGUF file of a model: a folder, a GGUF file itself or alone in its folder, or a hub name such
-    as "org/model".
+    """The absolute folder or GGUF file of a model: a folder, a GGUF file itself or alone in its folder, or a hub name
+    such as "org/model".
 
     A complete snapshot with a tokenizer in the cache is used without asking the hub; otherwise missing files are
     downloaded, but no pickles. If that fails, a snapshot that lacks only the tokenizer is used. Raises ValueError if
     there is none.
     """
     name = os.fspath(path)
-    folder = Path(name).expanduser()
+    folder = Path(name).expanduser().absolute()  # it is read again after the user's functions, which may change folders
     if folder.is_dir():
         return _in_folder(folder)
     if is_gguf(folder):
