@@ -61,6 +61,8 @@ class PictureAccess:
     """Gets the paths at which files are looked for."""
     remote: bool = False
     """Whether http and https addresses are fetched."""
+    contents: Mapping[str, bytes | str] | None = None
+    """What was fetched from addresses before, or why it was not; None: they are fetched when they are needed."""
     remote_option: str = "data.remote_images: true"
     """What allows it, for messages."""
 
@@ -75,11 +77,11 @@ class Picture:
     url: str | None = None
     image: Image | None = dataclasses.field(default=None, repr=False)
 
-    def fetched(self) -> Picture:
+    def fetched(self, most_bytes: int = MOST_BYTES) -> Picture:
         """The picture with the bytes behind its address; itself without one. Raises PictureError."""
         if self.url is None:
             return self
-        return Picture(data=_Fetch(self.url).content())
+        return Picture(data=_Fetch(self.url, most_bytes).content())
 
     def file_bytes(self) -> bytes:
         """Its file's content, of an image in memory as PNG. Raises PictureError."""
@@ -153,9 +155,9 @@ def _upright_size(image: Image) -> Size:
 class _Fetch(threading.Thread):
     """Of one address, in a thread: names, redirects, heads and bytes have one limit of time together."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, most_bytes: int):
         super().__init__(daemon=True)
-        self._url, self._data, self._error = url, bytearray(), ""
+        self._url, self._most_bytes, self._data, self._error = url, most_bytes, bytearray(), ""
         self._is_over, self._sockets = False, list[socket.socket]()
 
     def content(self) -> bytes:
@@ -177,8 +179,8 @@ class _Fetch(threading.Thread):
             with _web(self._connection).open(self._url, timeout=_SECONDS) as reply:
                 while piece := reply.read1(2**20):
                     self._data += piece
-                    if len(self._data) > MOST_BYTES:
-                        self._error = f"has more than {MOST_BYTES:,} bytes"
+                    if len(self._data) > self._most_bytes:
+                        self._error = f"has more than {self._most_bytes:,} bytes"
                         return
         except Exception as error:  # of many kinds
             self._error = f"cannot be fetched: {error}"
@@ -317,7 +319,10 @@ def _of_text(text: str, access: PictureAccess) -> Picture:
     if scheme in ("http", "https"):
         if not access.remote:
             raise PictureError(f"{_short(text)} is remote, and fetched only with {access.remote_option}")
-        return Picture(url=text)
+        content = (access.contents or {}).get(text)
+        if isinstance(content, str):
+            raise PictureError(content)
+        return Picture(url=text) if content is None else Picture(data=content)
     if text.startswith(_BASE64) and len(text) > 64:
         return Picture(data=_unpacked(text))
     if not access.files:

@@ -323,7 +323,7 @@ class _Api:
             arrived = asyncio.get_running_loop().time()
             lengths = dict.fromkeys(self._engine.models, self._engine.plan.length)
             async with asyncio.timeout_at(arrived + self._seconds):
-                reading = self._readers.read(request.scope["path"], data, lengths, host)
+                reading = self._readers.read(request.scope["path"], data, lengths, host, count)
                 return await self._engine.unless_ended(reading), arrived
         except TimeoutError:
             raise self._too_late() from None

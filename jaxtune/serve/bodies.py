@@ -10,7 +10,7 @@ import difflib
 import itertools
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from jaxtune.conversations.calls import Schemas, schemas_of
 from jaxtune.conversations.messages import (
     ConversationError,
     Message,
+    pictures_of,
     read_messages,
     read_tools,
     shows_pictures,
@@ -44,6 +45,7 @@ _MOST_STOP = 256  # characters of a stop string, for which each new token is sea
 _MOST_STOP_TOKENS = 64
 _MOST_SHOWN = 80  # characters of a client's value in an error
 _MOST_DIGITS = 9  # of a token id
+_MOST_ADDRESSES = 16  # of a request's pictures
 _MOST_PATCHES = 65_536  # of a request's pictures: 400 MB in Qwen's
 _MOST_NAME, _MOST_PATH = 256, 4096  # characters
 _MANY_TOKENS = 2**30
@@ -597,6 +599,17 @@ def _conversation(
     return _short_enough(prompt.tolist(), length), picture_arrays(len(prompt), pictures, processor)
 
 
+class Unfetched(Exception):
+    """A body is read when the pictures behind its addresses are there."""
+
+    def __init__(self, addresses: Sequence[str]):
+        super().__init__()
+        self.addresses = tuple(dict.fromkeys(addresses))
+        if len(self.addresses) > _MOST_ADDRESSES:
+            message = f"messages: {len(self.addresses)} addresses of pictures; a request may have {_MOST_ADDRESSES}"
+            raise ApiError(400, message, "messages", "invalid_value")
+
+
 def _turns(messages: list[dict[str, object]], served: Readable) -> list[Message]:
     """The messages of a chat; ApiError (400) for one that cannot be read, or a picture that the model cannot."""
     for index, message in enumerate(messages):
@@ -610,7 +623,11 @@ def _turns(messages: list[dict[str, object]], served: Readable) -> list[Message]
             return read_messages(value, key)
         return with_pictures(read_messages(value, key, served.pictures.access), ())
 
-    return _read(read, messages, "messages")
+    turns = _read(read, messages, "messages")
+    addresses = [picture.url for turn in turns for picture in pictures_of(turn) if picture.url is not None]
+    if addresses and served.pictures is not None and served.pictures.access.contents is not None:
+        raise Unfetched(addresses)
+    return turns
 
 
 def _check_picture(part: Mapping[str, object], key: str, served: Readable) -> None:
