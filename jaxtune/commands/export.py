@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jaxtune.commands import common
 from jaxtune.pallas.format_names import LOADED
@@ -33,14 +36,29 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--outtype", help="for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0 (default: the weights' dtype)"
     )
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="for adapter: read what was written as PEFT (where torch and peft are installed), vLLM and llama.cpp do, "
+        "compare it with the model here, and write what they answer beside it",
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="FILE",
+        help="for --prove: training rows, by whose loss the order of experts is decided that a foreign adapter's file "
+        "does not say",
+    )
     common.add_numbers(parser)
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors shard (default: 5)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to this model repository afterwards")
     parser.add_argument("--private", action="store_true", help="create the repository of --push as private")
     options = parser.parse_args(arguments)
-    from pathlib import Path
-
+    if options.prove and options.to != "adapter":
+        parser.error(f"--prove: goes with --to adapter, not {options.to}")
+    if options.rows and not options.prove:
+        parser.error("--rows: goes with --prove")
     from jaxtune.models.adapters.adapter_config import base_of
+    from jaxtune.models.files import model_card
     from jaxtune.models.files.model_folder import is_gguf
 
     converts = options.to == "merged" and is_gguf(Path(options.model).expanduser())  # to safetensors
@@ -53,7 +71,7 @@ def run(arguments: Sequence[str]) -> None:
     from jaxtune.export.modelfile import MODELFILE, create_command
 
     require_format(options.output, options.to, options.outtype)
-    with StopSignal() as stop, stop.at_once():  # an incomplete folder is removed
+    with StopSignal() as stop, stop.at_once(), _order_known(options):  # an incomplete folder is removed
         model, tokenizer = common.load(options, streamed=common.streamed_to_export)
         exported = jaxtune.export_model(
             model,
@@ -62,15 +80,49 @@ def run(arguments: Sequence[str]) -> None:
             tokenizer=tokenizer,
             outtype=options.outtype,
             max_shard_bytes=int(options.max_shard_gb * 1e9),
+            facts=None if base_of(options.model) is None else model_card.of_folder(Path(options.model).expanduser()),
         )
     screen = console()
     for note in exported.notes:
         say(fitted(f"note: {note}", screen))
     kind = "merged model" if options.to == "merged" else options.to
     say(fitted(f"{kind}: {options.output} (read back: {', '.join(exported.files)})", screen))
+    if options.prove:
+        del model
+        _prove(exported.folder)
     if MODELFILE in exported.files:
         say(f"next: {create_command(options.output, exported.folder.name)}")
     if options.push:
         from jaxtune.export.hub import push
 
         say(f"pushed: {push(exported.folder, options.push, private=options.private)}")
+
+
+@contextlib.contextmanager
+def _order_known(options: argparse.Namespace) -> Iterator[None]:
+    """With --rows, `options.model` is meanwhile a folder that says in which order its experts are."""
+    from jaxtune.commands import expert_order
+
+    folder = Path(options.model).expanduser()
+    if not options.rows:
+        yield
+        return
+    if not expert_order.is_open(folder):
+        raise ValueError(f"--rows {options.rows}: the order of experts in {folder} is known: leave it out")
+    losses = expert_order.losses(folder, options.rows)
+    layout = expert_order.decided(losses, folder)
+    words = ", ".join(f"{loss:.4f} as {name}" for name, loss in losses.items())
+    say(fitted(f"the order of experts is {layout}: the loss on {options.rows} is {words}", console()))
+    with expert_order.marked(folder, layout) as options.model:
+        yield
+
+
+def _prove(folder: Path) -> None:
+    """Prints what other programs make of an adapter's folder, read back in float32."""
+    import jaxtune
+    from jaxtune.export import proof
+
+    model, _ = jaxtune.from_pretrained(folder, dtype="float32", load_in="stored", streamed=common.streamed_to_export)
+    for answer in proof.prove(model, folder):
+        say(fitted(str(answer), console()))
+    say(fitted(f"proof: {folder / proof.NAME}", console()))

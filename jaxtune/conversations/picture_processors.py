@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 
 from jaxtune.conversations.messages import Message, pictures_of
-from jaxtune.conversations.pictures import Picture, PictureAccess, PictureError
+from jaxtune.conversations.pictures import Picture, PictureAccess, PictureError, Size
 from jaxtune.conversations.tokenizing import Tokenizer, token_id
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class PictureProcessor:
 
         return self.patches(Image.new("RGB", (64, 64))).shape[1]
 
-    def grid(self, image: Image) -> Grid:
+    def grid(self, image: Image | Size) -> Grid:
         """Raises PictureError for a picture that the processor refuses."""
         try:
             return self.kind.grid(_loaded(self.name, self.settings), self.sides, image.height, image.width)
@@ -313,7 +313,8 @@ def placed_pictures(
     for number, (picture, offset) in enumerate(zip(pictures, offsets.tolist(), strict=True), start=1):
         try:
             fetched = picture.fetched()
-            grid, digest = processor.grid(fetched.decoded()), fetched.digest()
+            grid, digest = processor.grid(fetched.size()), fetched.digest()
+            fetched.decoded()  # a broken one is found here
         except PictureError as error:
             raise PictureError(f"picture {number}: {error}") from None
         tokens = processor.tokens(grid)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import http.client
 import io
-import time
+import socket
+import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
+
+from jaxtune.system.files import read_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,10 +36,18 @@ _BASE64 = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # how JPEG, PNG, GIF and W
 _PAYLOADS = ("image", "image_url", "bytes", "base64", "data", "source", "url", "path", "file")
 _SIZES = ("max_pixels", "min_pixels", "resized_height", "resized_width")
 _SECONDS = 30.0  # for a remote picture
+_ORIENTATION = 0x0112  # EXIF's tag
 
 
 class PictureError(ValueError):
     """A picture that cannot be read."""
+
+
+class Size(NamedTuple):
+    """Of a picture, in pixels."""
+
+    width: int
+    height: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +61,8 @@ class PictureAccess:
     """Gets the paths at which files are looked for."""
     remote: bool = False
     """Whether http and https addresses are fetched."""
+    contents: Mapping[str, bytes | str] | None = None
+    """What was fetched from addresses before, or why it was not; None: they are fetched when they are needed."""
     remote_option: str = "data.remote_images: true"
     """What allows it, for messages."""
 
@@ -63,24 +77,11 @@ class Picture:
     url: str | None = None
     image: Image | None = dataclasses.field(default=None, repr=False)
 
-    def fetched(self) -> Picture:
+    def fetched(self, most_bytes: int = MOST_BYTES) -> Picture:
         """The picture with the bytes behind its address; itself without one. Raises PictureError."""
         if self.url is None:
             return self
-        data, end = bytearray(), time.monotonic() + _SECONDS
-        try:
-            with _web().open(self.url, timeout=_SECONDS) as reply:
-                while piece := reply.read1(2**20):
-                    data += piece
-                    if len(data) > MOST_BYTES:
-                        raise PictureError(f"{_short(self.url)} has more than {MOST_BYTES:,} bytes")
-                    if time.monotonic() > end:
-                        raise PictureError(f"{_short(self.url)} took more than {_SECONDS:g} seconds")
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            if isinstance(error, PictureError):
-                raise
-            raise PictureError(f"{_short(self.url)} cannot be fetched: {error}") from None
-        return Picture(data=bytes(data))
+        return Picture(data=_Fetch(self.url, most_bytes).content())
 
     def file_bytes(self) -> bytes:
         """Its file's content, of an image in memory as PNG. Raises PictureError."""
@@ -93,12 +94,9 @@ class Picture:
         if self.path is None:
             return self.fetched().file_bytes()
         try:
-            path = Path(self.path)
-            if not path.is_file():
-                raise PictureError(f"there is no file {self.path}")
-            if (size := path.stat().st_size) > MOST_BYTES:
-                raise PictureError(f"{self.path} has {size:,} bytes; a picture may have {MOST_BYTES:,}")
-            return path.read_bytes()
+            return read_plain(self.path, MOST_BYTES)
+        except FileNotFoundError:
+            raise PictureError(f"there is no file {self.path}") from None
         except OSError as error:
             raise PictureError(f"{self.path} cannot be read: {error.strerror or error}") from None
 
@@ -106,6 +104,14 @@ class Picture:
         """The picture in RGB, upright, on white where it is transparent. Raises PictureError for one that is broken, of
         more than MOST_PIXELS, or moves.
         """
+        return self._read(rgb)
+
+    def size(self) -> Size:
+        """Of the picture upright, by its header alone. Raises PictureError as `decoded`."""
+        return self._read(_upright_size)
+
+    def _read[T](self, read: Callable[[Image], T]) -> T:
+        """What `read` makes of the picture, whose pixels may not be decoded yet."""
         from PIL import Image
 
         name = self.path or "the picture"
@@ -114,9 +120,11 @@ class Picture:
         kinds = [kind for kind in _KINDS if kind in Image.OPEN]  # a build of Pillow may lack some
         try:
             if self.image is not None:
-                return _still(self.image, name)
+                _require_still(self.image, name)
+                return read(self.image)
             with Image.open(io.BytesIO(data), formats=kinds) as image:
-                return _still(image, name)
+                _require_still(image, name)
+                return read(image)
         except PictureError:
             raise
         except Image.UnidentifiedImageError:
@@ -131,23 +139,83 @@ class Picture:
         return hashlib.blake2b(self.file_bytes(), digest_size=16).digest()
 
 
-def _still(image: Image, name: str) -> Image:
-    """`rgb` of an image that may not be decoded yet. Raises PictureError as `Picture.decoded`."""
+def _require_still(image: Image, name: str) -> None:
+    """Raises PictureError for an image that moves or is too large."""
     if image.width * image.height > MOST_PIXELS:
         raise PictureError(f"{name} has {image.width:,} x {image.height:,} pixels; at most {MOST_PIXELS:,} are decoded")
     if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photograph with previews
         raise PictureError(f"{name} has several frames; only still pictures can be read: keep one frame")
-    return rgb(image)
 
 
-@functools.cache
-def _web() -> urllib.request.OpenerDirector:
-    """Of http and https alone, wherever an address redirects to."""
+def _upright_size(image: Image) -> Size:
+    turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    return Size(image.height, image.width) if turned else Size(image.width, image.height)
+
+
+class _Fetch(threading.Thread):
+    """Of one address, in a thread: names, redirects, heads and bytes have one limit of time together."""
+
+    def __init__(self, url: str, most_bytes: int):
+        super().__init__(daemon=True)
+        self._url, self._most_bytes, self._data, self._error = url, most_bytes, bytearray(), ""
+        self._is_over, self._sockets = False, list[socket.socket]()
+
+    def content(self) -> bytes:
+        """Raises PictureError."""
+        self.start()
+        self.join(_SECONDS)
+        self._is_over = True
+        for opened in self._sockets:  # the thread ends when it waits for one
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+        if self.is_alive():
+            raise PictureError(f"{_short(self._url)} took more than {_SECONDS:g} seconds")
+        if self._error:
+            raise PictureError(f"{_short(self._url)} {self._error}")
+        return bytes(self._data)
+
+    def run(self) -> None:
+        try:
+            with _web(self._connection).open(self._url, timeout=_SECONDS) as reply:
+                while piece := reply.read1(2**20):
+                    self._data += piece
+                    if len(self._data) > self._most_bytes:
+                        self._error = f"has more than {self._most_bytes:,} bytes"
+                        return
+        except Exception as error:  # of many kinds
+            self._error = f"cannot be fetched: {error}"
+
+    def _connection(self, kind: Callable[..., http.client.HTTPConnection], host: str, **options: Any):
+        """One of http.client, whose socket is known from when it is open."""
+        connection = kind(host, **options)
+        connect = connection.connect
+
+        def known() -> None:
+            if self._is_over:
+                raise TimeoutError
+            connect()
+            self._sockets.append(connection.sock)
+
+        connection.connect = known
+        return connection
+
+
+def _web(make: Callable[..., http.client.HTTPConnection]) -> urllib.request.OpenerDirector:
+    """Of http and https alone, wherever an address redirects to. make: connections, of their class."""
+
+    class Http(urllib.request.HTTPHandler):
+        def do_open(self, http_class, req, **options):
+            return super().do_open(functools.partial(make, http_class), req, **options)
+
+    class Https(urllib.request.HTTPSHandler):
+        def do_open(self, http_class, req, **options):
+            return super().do_open(functools.partial(make, http_class), req, **options)
+
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
+        Http,
+        Https,
         urllib.request.HTTPRedirectHandler,
         urllib.request.HTTPDefaultErrorHandler,
         urllib.request.HTTPErrorProcessor,
@@ -252,12 +320,23 @@ def _of_text(text: str, access: PictureAccess) -> Picture:
     if scheme in ("http", "https"):
         if not access.remote:
             raise PictureError(f"{_short(text)} is remote, and fetched only with {access.remote_option}")
-        return Picture(url=text)
+        content = (access.contents or {}).get(text)
+        if isinstance(content, str):
+            raise PictureError(content)
+        return Picture(url=text) if content is None else Picture(data=content)
     if text.startswith(_BASE64) and len(text) > 64:
         return Picture(data=_unpacked(text))
     if not access.files:
         raise PictureError(f"{_short(text)} is a file's name, which is not read here: send the picture as a data URL")
-    path = urllib.parse.unquote(urllib.parse.urlsplit(text).path) if scheme == "file" else text
+    if scheme == "file":
+        address = urllib.parse.urlsplit(text)
+        if address.netloc not in ("", "localhost"):
+            raise PictureError(f"{_short(text)} is on another machine ({address.netloc}): give a path of this one")
+        path = urllib.parse.unquote(address.path)
+    elif "://" in text[:16]:
+        raise PictureError(f"{_short(text)} is of a kind that is not fetched: give http, https, a path or a data URL")
+    else:
+        path = text
     if "\0" in path or len(path) > 4096:
         raise PictureError(f"{_short(text)} is no path")
     try:

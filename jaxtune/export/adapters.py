@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,12 @@ def servers(model: Decoder) -> list[str]:
         )
     if of_experts:
         notes.append(
-            "adapters of experts are in PEFT's layout (target_parameters): PEFT 0.18 and later load it. vLLM, SGLang "
-            "and TGI expect a linear for each expert, and refuse these files or answer wrongly with them: serve the "
-            "merged model there (--to merged). llama.cpp loads the adapter as --to gguf-adapter writes it"
+            "adapters of experts are in PEFT's layout (target_parameters): PEFT 0.18 and later load it. vLLM loads it "
+            "where it keeps a model's experts stacked (gpt-oss, Qwen3-VL, Qwen3.5), and of others with "
+            "--enable-mixed-moe-lora-format and is_3d_lora_weight, if gate_up_proj and down_proj are both adapted. "
+            "SGLang, TGI and older versions of vLLM expect a linear for each expert, and refuse these files or answer "
+            "wrongly with them: serve the merged model there (--to merged). llama.cpp loads the adapter as --to "
+            "gguf-adapter writes it"
         )
     elif in_parameters:
         notes.append(
@@ -85,6 +89,14 @@ def servers(model: Decoder) -> list[str]:
         notes.append(
             "the embedding or head was trained whole (modules_to_save): PEFT loads it; vLLM, SGLang and llama.cpp do "
             "not: serve the merged model there"
+        )
+    settings = config_of(model)
+    one_scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings["use_rslora"] else settings["r"])
+    every = [*adapted, *(matrix.lora for matrix in of_experts)]
+    if any(not math.isclose(lora.scale, one_scale, rel_tol=1e-5) for lora in every):
+        notes.append(
+            "alpha_pattern or rank_pattern gives matrices scales of their own: PEFT follows them; vLLM has one "
+            "lora_alpha / r for all, so its answers would be others: serve the merged model there (--to merged)"
         )
     if notes:
         return notes

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import re
 import types
@@ -25,6 +26,7 @@ from jaxtune.export.gguf_types import OUTTYPES, is_short, not_trained, stored_ty
 from jaxtune.export.modelfile import MODELFILE, modelfile
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files import model_card
 from jaxtune.models.files.folders import new_folder, require_new
 from jaxtune.models.files.reading import are_finite, compile_are_finite
 from jaxtune.models.files.weights import Weights, tensors_of
@@ -33,6 +35,7 @@ from jaxtune.pallas.format_names import KEPT
 from jaxtune.pallas.formats import Format, Stored, exports
 from jaxtune.system import processes
 from jaxtune.system.disk import require_room
+from jaxtune.system.files import atomic_write
 
 _METADATA_BYTES = 64 << 20  # room reserved for tokenizer, template and headers
 _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -56,6 +59,7 @@ def export_model(
     outtype: str | None = None,
     name: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    facts: model_card.Facts | None = None,
 ) -> Exported:
     """Writes a model, or its adapter, in the format of another program. The model is not changed; nothing is
     downloaded. The folder is written under another name, read back, compared byte by byte and renamed: it appears
@@ -72,6 +76,7 @@ def export_model(
       name: general.name of a GGUF file; None: the folder's. Changed, with a note, if llama.cpp would take the tokenizer
         for another kind.
       max_shard_bytes: larger weights are divided into several safetensors files.
+      facts: of the training, for the card (README.md); None: the base's name, and what the folder's run recorded.
     Raises:
       ValueError: an unknown format or outtype; a model that the format cannot represent, such as QAT on another grid;
         no adapter, tokenizer or gguf package where needed; a folder in use; a full disk.
@@ -86,9 +91,22 @@ def export_model(
             f"export: to = {to!r}: {model.config.head.description}, for which GGUF has no place; take merged"
         )
     grids.require_representable(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
-    exported = FORMATS[to](model, job)
+    exported = _with_card(FORMATS[to](model, job), facts or _facts(model), to)
     alone = to in ("adapter", "gguf-adapter")
     return dataclasses.replace(exported, notes=exported.notes + grids.notes_on_adapter(model)) if alone else exported
+
+
+def _facts(model: Decoder) -> model_card.Facts:
+    path = "" if model.source is None else model.source.path
+    facts = model_card.of_folder(Path(path).expanduser())
+    return facts if facts["base"] else {**facts, "base": path}
+
+
+def _with_card(exported: Exported, facts: model_card.Facts, to: str) -> Exported:
+    model_card.write(exported.folder, {**facts, "tags": [*dict.fromkeys((*facts["tags"], to))]}, to)
+    record = {"card": facts, "made": model_card.made()}
+    atomic_write(exported.folder / model_card.RECORD, json.dumps(record, indent=1) + "\n", durable=False)
+    return dataclasses.replace(exported, files=(*exported.files, model_card.NAME, model_card.RECORD))
 
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:

@@ -93,10 +93,7 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
     for name, variable in variables.items():
         make = functools.partial(_dense, weights.maker(name, variable), model.dtype)
         shape = tuple(variable.get_value().shape)
-        if ".experts." in name:
-            tensors = _expert_tensors(name, shape, config, arch, names)
-        else:
-            tensors = [_dense_tensor(name, shape, config, arch, names)]
+        tensors = _tensors(name, shape, config, arch, names)
         tensors = [dataclasses.replace(tensor, grid=rounded.get(name), weight=name) for tensor in tensors]
         value = variable.get_value()
         sources.append(Source(make, tuple(tensors), value if isinstance(value, Stored) else None))
@@ -106,6 +103,23 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
         head = Tensor("output.weight", tuple(variables[name].get_value().shape), lambda embedding: embedding, False)
         sources.append(Source(make, (head,)))
     return sources
+
+
+def _tensors(
+    name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: Names
+) -> list[Tensor]:
+    if ".experts." in name:
+        return _expert_tensors(name, shape, config, arch, names)
+    return [_dense_tensor(name, shape, config, arch, names)]
+
+
+def of_change(name: str, change: np.ndarray, config: DecoderConfig, arch: Architecture) -> dict[str, np.ndarray]:
+    """{llama.cpp's name: change [.., out, columns]} of a matrix by its name in lora.matrices."""
+    is_turned = ".experts." in name and config.moe is not None and config.moe.transposed
+    change = change.swapaxes(1, 2) if is_turned else change
+    weight = name if ".experts." in name else f"{name}.weight"
+    tensors = _tensors(weight, change.shape, config, arch, Names(arch, config.num_layers))
+    return {tensor.name: np.asarray(tensor.of(jnp.asarray(change))) for tensor in tensors}
 
 
 def _rounded(model: Decoder) -> dict[str, str]:

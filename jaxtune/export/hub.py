@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxtune.models.adapters.adapter_config import CONFIG_NAME
+from jaxtune.models.files import model_card
+
 
 def push(folder: Path, repository: str, *, private: bool = False, api: Any = None) -> str:
     """Uploads a folder as a model repository, made if need be, and returns its address. Files under other names stay in
-    it.
+    it, and so does its card, unless the folder has one that a user wrote.
 
       folder: of the model.
       repository: owner/name.
@@ -25,7 +28,16 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
         api.whoami()
         address = api.create_repo(repository, private=private, exist_ok=True)
         whole = getattr(address, "repo_id", repository)  # with its owner, which the name may lack
-        api.upload_folder(repo_id=whole, folder_path=folder, commit_message="Upload by jaxtune export")
+        kind = "adapter" if (folder / CONFIG_NAME).is_file() else "gguf" if any(folder.glob("*.gguf")) else "merged"
+        model_card.write(folder, model_card.of_folder(folder), kind)
+        is_theirs = not model_card.is_ours((folder / model_card.NAME).read_text(encoding="utf-8", errors="replace"))
+        stays = not is_theirs and api.file_exists(whole, model_card.NAME)  # it may be the user's
+        api.upload_folder(
+            repo_id=whole,
+            folder_path=folder,
+            commit_message="Upload by jaxtune export",
+            ignore_patterns=[model_card.NAME] if stays else None,
+        )
     except LocalTokenNotFoundError:
         raise ValueError(
             f"push: {repository}: this machine is not logged in to the hub; log in (hf auth login), or set HF_TOKEN"

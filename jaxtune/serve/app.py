@@ -161,7 +161,8 @@ class _Guard:
 
     def _refused(self, request: Request) -> ApiError | None:
         """The error for a request that must not be answered: Host and Origin for all paths, the key but for _OPEN."""
-        why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
+        origins = ", ".join(request.headers.getlist("origin")) or None  # browsers send one
+        why = refusal(request.headers.get("host"), origins) if self._local else None
         if why is not None:
             return ApiError(403, why)
         # Not of `request.url`, which is made of the header Host too.
@@ -322,7 +323,7 @@ class _Api:
             arrived = asyncio.get_running_loop().time()
             lengths = dict.fromkeys(self._engine.models, self._engine.plan.length)
             async with asyncio.timeout_at(arrived + self._seconds):
-                reading = self._readers.read(request.scope["path"], data, lengths, host)
+                reading = self._readers.read(request.scope["path"], data, lengths, host, count)
                 return await self._engine.unless_ended(reading), arrived
         except TimeoutError:
             raise self._too_late() from None

@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from jaxtune.conversations.calls import Schemas, schemas_of
 from jaxtune.conversations.messages import (
     ConversationError,
     Message,
+    pictures_of,
     read_messages,
     read_tools,
     shows_pictures,
@@ -37,7 +38,7 @@ from jaxtune.models.generation.limits import MOST_BIASES, MOST_RANKED, that_coun
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.requests import ParsedRequest, Row
 from jaxtune.serve.served import SETTINGS, Readable
-from jaxtune.serve.trials import tried
+from jaxtune.serve.trials import Trials
 from jaxtune.system.terminal import say
 
 _MOST_ANSWERS = 128  # to one request
@@ -46,6 +47,7 @@ _MOST_STOP = 256  # characters of a stop string, for which each new token is sea
 _MOST_STOP_TOKENS = 64
 _MOST_SHOWN = 80  # characters of a client's value in an error
 _MOST_DIGITS = 9  # of a token id
+_MOST_ADDRESSES = 16  # of a request's pictures
 _MOST_PATCHES = 65_536  # of a request's pictures: 400 MB in Qwen's
 _MOST_NAME, _MOST_PATH = 256, 4096  # characters
 _MANY_TOKENS = 2**30
@@ -316,7 +318,7 @@ def _call_grammar(choice: _NamedTool | str, schemas: Schemas, served: Readable, 
     if lark is None:
         message = f"tool_choice: the calls of {served.name} are messages, which cannot be required: use auto"
         raise ApiError(400, message, "tool_choice", "unsupported_parameter")
-    return _followed(grammars.lark_grammar, (lark,), "tools", served)
+    return _followed("grammar", (lark,), "tools", served)
 
 
 class _Grammar(NamedTuple):
@@ -339,11 +341,11 @@ def _begun_calls(schemas: Schemas, served: Readable) -> _Grammar:
     if lark is None or not served.vocab_size:
         return _Grammar()
     try:
-        grammar = _followed(grammars.calls_grammar, (lark,), "tools", served)
+        grammar = _followed("calls", (lark,), "tools", served)
     except ApiError as error:
         say(f"jaxtune: calls of {', '.join(schemas)[:_MOST_SHOWN]} follow no grammar: {error}", sys.stderr)
         grammar = _Grammar()
-        served.passed[grammars.calls_grammar.__name__, json.dumps((lark,))] = None, 0  # it is not tried again
+        served.passed["calls", json.dumps((lark,))] = None, 0  # it is not tried again
     return _Grammar(None, grammar.grammar_bytes, grammar.grammar)
 
 
@@ -354,10 +356,10 @@ def _or_calls(answer: _Grammar, schemas: Schemas, served: Readable, many: bool) 
     choices = [choice for choice in (calls, any_calls) if choice is not None]
     for choice in choices[:-1]:
         with contextlib.suppress(ApiError):  # a schema of arguments that is not followed
-            return _followed(grammars.either, (grammar, choice), "tools", served)
+            return _followed("either", (grammar, choice), "tools", served)
     if not choices:
         return answer  # calls come before what follows the grammar
-    return _followed(grammars.either, (grammar, choices[-1]), "tools", served)
+    return _followed("either", (grammar, choices[-1]), "tools", served)
 
 
 def _grammar(body: _Body, served: Readable) -> _Grammar:
@@ -369,45 +371,59 @@ def _grammar(body: _Body, served: Readable) -> _Grammar:
             message = "structured_outputs: give one of json, regex, choice and grammar, and no response_format"
             raise ApiError(400, message, "structured_outputs", "invalid_value")
         [(kind, value)] = asked.items()
-        makes: dict[str, Callable[..., str]] = {
-            "json_": lambda value: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
-            "json_object": lambda _: grammars.json_grammar({"type": "object"}),
-            "regex": grammars.regex_grammar,
-            "choice": grammars.choice_grammar,
-            "grammar": grammars.lark_grammar,
-        }
-        return _followed(makes[kind], (value,), "structured_outputs", served, kind)
+        return _followed(kind, (value,), "structured_outputs", served)
     if form is None or form.type == "text":
         return _Grammar()
     if (form.type == "json_schema") != (form.json_schema is not None):
         message = f"response_format.json_schema: goes with type json_schema, and the type is {form.type}"
         raise ApiError(400, message, "response_format", "invalid_value")
     schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-    return _followed(grammars.json_grammar, (schema,), "response_format", served)
+    return _followed("json_schema", (schema,), "response_format", served)
 
 
-def _followed[*Asked](
-    make: Callable[[*Asked], str], asked: tuple[*Asked], key: str, served: Readable, kind: str = ""
-) -> _Grammar:
-    """make(*asked), after it was made and compiled in a process that may die, once for clients who ask for the same;
-    ApiError (400).
+# {how a client asks for it: what makes it}
+_GRAMMARS: dict[str, Callable[..., str]] = {
+    "json_": lambda value: grammars.json_grammar(json.loads(value) if isinstance(value, str) else value),
+    "json_schema": grammars.json_grammar,
+    "json_object": lambda _: grammars.json_grammar({"type": "object"}),
+    "regex": grammars.regex_grammar,
+    "choice": grammars.choice_grammar,
+    "grammar": grammars.lark_grammar,
+    "either": grammars.either,
+    "calls": grammars.calls_grammar,
+}
+
+
+def with_trials(models: Models) -> Models:
+    """The models with one process that tries what clients ask for; their vocabularies are made here, in seconds."""
+
+    def work(asked: tuple[str, str, tuple]) -> tuple[str, object]:
+        name, kind, values = asked
+        grammar = _GRAMMARS[kind](*values)
+        return grammar, models[name].grammars.begun(grammar)
+
+    trials = Trials(work)
+    models = {name: dataclasses.replace(model, trials=trials, passed={}) for name, model in models.items()}
+    for model in models.values():
+        with contextlib.suppress(ImportError, ValueError):
+            _ = model.vocab_size and model.grammars
+    return models
+
+
+def _followed(kind: str, asked: tuple, key: str, served: Readable) -> _Grammar:
+    """The grammar of a kind, after it was made and compiled in a process that may die, once for clients who ask for the
+    same; ApiError (400).
     """
-
-    def work() -> tuple[str, object]:
-        grammar = make(*asked)
-        return grammar, compiler.begun(grammar)
-
     try:
-        if not served.vocab_size:
-            return _Grammar(make(*asked))
-        known = kind or make.__name__, json.dumps(asked)
-        if (passed := served.passed.get(known)) is not None:
-            return _Grammar(*passed)
-        compiler = served.grammars  # made here, as a child would lose it
-        if len(served.passed) >= _MOST_PASSED:
-            served.passed.clear()
-        served.passed[known] = passed = tried(work)
-        return _Grammar(*passed)
+        if served.trials is None:
+            return _Grammar(_GRAMMARS[kind](*asked))
+        known = kind, json.dumps(asked)
+        if known not in served.passed:
+            grammar = _Grammar(*served.trials((served.name, kind, asked)))
+            if len(served.passed) >= _MOST_PASSED:
+                served.passed.clear()
+            served.passed[known] = grammar
+        return _Grammar(*served.passed[known])
     except (ValueError, TypeError, RecursionError) as error:
         raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
 
@@ -609,6 +625,17 @@ def _conversation(
     return _short_enough(prompt.tolist(), length), picture_arrays(len(prompt), pictures, processor)
 
 
+class Unfetched(Exception):
+    """A body is read when the pictures behind its addresses are there."""
+
+    def __init__(self, addresses: Sequence[str]):
+        super().__init__()
+        self.addresses = tuple(dict.fromkeys(addresses))
+        if len(self.addresses) > _MOST_ADDRESSES:
+            message = f"messages: {len(self.addresses)} addresses of pictures; a request may have {_MOST_ADDRESSES}"
+            raise ApiError(400, message, "messages", "invalid_value")
+
+
 def _turns(messages: list[dict[str, object]], served: Readable) -> list[Message]:
     """The messages of a chat; ApiError (400) for one that cannot be read, or a picture that the model cannot."""
     for index, message in enumerate(messages):
@@ -622,7 +649,11 @@ def _turns(messages: list[dict[str, object]], served: Readable) -> list[Message]
             return read_messages(value, key)
         return with_pictures(read_messages(value, key, served.pictures.access), ())
 
-    return _read(read, messages, "messages")
+    turns = _read(read, messages, "messages")
+    addresses = [picture.url for turn in turns for picture in pictures_of(turn) if picture.url is not None]
+    if addresses and served.pictures is not None and served.pictures.access.contents is not None:
+        raise Unfetched(addresses)
+    return turns
 
 
 def _check_picture(part: Mapping[str, object], key: str, served: Readable) -> None:

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
+from jaxtune.conversations.pictures import Picture, PictureError
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.reading import Reading
 from jaxtune.serve.served import Readable
@@ -30,6 +31,8 @@ _SECONDS = 30.0  # in which a body must be read
 _START_SECONDS = 300.0  # in which a process must have started
 _AGAIN_SECONDS = 5.0  # before a process that did not start is started again
 _MOST = 4
+_MOST_BYTES = 16 << 20  # of a picture that is fetched, as a body that has one may have
+_MOST_FETCHING, _MOST_FETCHES = 8, 32  # requests whose pictures are fetched, and addresses, at the same time
 _ENTRY = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from jaxtune.serve.reading import serve
@@ -54,6 +57,7 @@ class Readers:
         # A process dies with the thread that starts it, so that has to be one that stays.
         self._starts = ThreadPoolExecutor(count, "start of a reader")
         self._reads, self._turns = ThreadPoolExecutor(count, "reader"), Turns(count)
+        self._fetches, self._fetch_turns = ThreadPoolExecutor(_MOST_FETCHES, "fetch"), Turns(_MOST_FETCHING)
         for reader in self._readers:
             self._starts.submit(self._start, reader)
 
@@ -68,22 +72,58 @@ class Readers:
         self._models = pickle.dumps(dict(models))
         self._known.set()
 
-    async def read(self, path: str, data: bytes, lengths: Mapping[str, int], host: str = "") -> Reading:
+    async def read(
+        self,
+        path: str,
+        data: bytes,
+        lengths: Mapping[str, int],
+        host: str = "",
+        count: Callable[[int], None] = lambda size: None,
+    ) -> Reading:
         """What the body of a request to `path` asks for, or the answer. ApiError: its limits, or it is wrong.
 
         lengths: {model: the most tokens of a prompt and its answer}.
         host: the address of the client, who takes turns with others.
+        count: called with the bytes of each picture that is fetched; may raise.
         """
-        client = client_of(host, data)
-        turn = self._turns.ask(client)
+        client, contents = client_of(host, data), dict[str, bytes | str]()
+        while True:
+            reading = await self._asked((path, data, dict(lengths), contents), client)
+            if not isinstance(reading, tuple):
+                return reading
+            contents |= await self._fetched(reading, client, count)
+
+    async def _fetched(
+        self, addresses: Sequence[str], client: Client, count: Callable[[int], None]
+    ) -> dict[str, bytes | str]:
+        """{address: the picture's file, or why it was not fetched}; meanwhile no process waits."""
+
+        async def content(address: str) -> bytes | str:
+            found = await asyncio.get_running_loop().run_in_executor(self._fetches, _content, address)
+            count(len(found))
+            return found
+
+        await self._turn(self._fetch_turns, client)
+        try:
+            found = await asyncio.gather(*map(content, addresses))
+        finally:
+            self._fetch_turns.end(client)
+        return dict(zip(addresses, found, strict=True))
+
+    @staticmethod
+    async def _turn(turns: Turns, client: Client) -> None:
+        turn = turns.ask(client)
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
             if not turn.cancel() and not turn.cancelled():
-                self._turns.end(client)
+                turns.end(client)
             raise
+
+    async def _asked(self, message: tuple, client: Client) -> Reading | tuple[str, ...]:
+        await self._turn(self._turns, client)
         try:
-            work = self._reads.submit(self._read, pickle.dumps((path, data, dict(lengths))), client)
+            work = self._reads.submit(self._read, pickle.dumps(message), client)
         except RuntimeError:  # after `close`
             self._turns.end(client)
             raise _stopping() from None
@@ -96,7 +136,7 @@ class Readers:
         for reader in self._readers:
             reader.end()
             self._idle.put(None)
-        for threads in (self._starts, self._reads):
+        for threads in (self._starts, self._reads, self._fetches):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, reader: _Reader, client: Client | None = None) -> None:
@@ -125,7 +165,7 @@ class Readers:
         with contextlib.suppress(RuntimeError):  # after `close`
             self._starts.submit(self._start, reader, client)
 
-    def _read(self, message: bytes, client: Client) -> Reading:
+    def _read(self, message: bytes, client: Client) -> Reading | tuple[str, ...]:
         """Ends the client's turn when the process that it had is idle again, be it a new one."""
         while (reader := self._idle.get()) is not None and reader.has_ended:
             self._restart(reader)
@@ -142,9 +182,16 @@ class Readers:
         self._idle.put(reader)
         self._turns.end(client)
         parsed = pickle.loads(answer)
-        if isinstance(parsed, tuple):
+        if isinstance(parsed, tuple) and isinstance(parsed[0], int):
             raise ApiError(*parsed)
         return parsed
+
+
+def _content(address: str) -> bytes | str:
+    try:
+        return Picture(url=address).fetched(_MOST_BYTES).file_bytes()
+    except PictureError as error:
+        return str(error)
 
 
 def _stopping() -> ApiError:

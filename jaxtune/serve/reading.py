@@ -4,15 +4,16 @@ JAX.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxtune.models.files import transformers_import
 from jaxtune.serve import bodies
-from jaxtune.serve.bodies import Lengths, Models
+from jaxtune.serve.bodies import Lengths, Models, Unfetched
 from jaxtune.serve.errors import ApiError, panics
 from jaxtune.serve.requests import ParsedRequest
 from jaxtune.serve.responses import read_responses
@@ -35,7 +36,8 @@ READS: dict[str, Callable[[object, Models, Lengths], Reading]] = {
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answers messages of the socket `descriptor`: first the models, then these again or (path, body, lengths). Dies
+    """Answers messages of the socket `descriptor`: first the models, then these again or (path, body, lengths,
+    contents of addresses). Dies
     with the thread that started it.
     """
     if (connection := children.attach(descriptor, parent)) is None:
@@ -51,13 +53,33 @@ def serve(descriptor: int, parent: int) -> None:
     while (message := children.receive(connection)) is not None:
         value = pickle.loads(message)
         if isinstance(value, dict):
+            _end_trials(models)
             models = _prepared(value)
             children.send(connection, b"")
         else:
-            children.send(connection, pickle.dumps(_answer(models, *value)))
+            *asked, contents = value
+            now = _with_contents(models, contents) if contents else models
+            children.send(connection, pickle.dumps(_answer(now, *asked)))
+
+
+def _with_contents(models: Models, contents: Mapping[str, bytes | str]) -> Models:
+    """contents: of pictures' addresses, which a reader does not wait for."""
+    found = dict(models)
+    for name, model in models.items():
+        if (pictures := model.pictures) is not None:
+            pictures = dataclasses.replace(pictures, access=dataclasses.replace(pictures.access, contents=contents))
+            found[name] = dataclasses.replace(model, pictures=pictures)
+    return found
+
+
+def _end_trials(models: Models) -> None:
+    for model in models.values():
+        if model.trials is not None:
+            model.trials.close()
 
 
 def _prepared(models: Models) -> Models:
+    models = bodies.with_trials(_with_contents(models, {}))
     for model in models.values():
         if model.tokenizer.chat_template:
             model.reader(tools=False)
@@ -67,10 +89,12 @@ def _prepared(models: Models) -> Models:
 
 
 def _answer(models: Models, path: str, data: bytes, lengths: Lengths) -> Reading | tuple:
-    """What the body asks for, or an ApiError's arguments."""
+    """What the body asks for, an ApiError's arguments, or the addresses of pictures that have to be fetched before."""
     try:
         with panics():
             return READS[path](_decoded(data), models, lengths)
+    except Unfetched as missing:
+        return missing.addresses
     except ApiError as error:
         return error.status, error.message, error.param, error.code
     except MemoryError:

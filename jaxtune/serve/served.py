@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxtune.models.generation.grammars import Grammars
     from jaxtune.models.generation.requests import Constraint
     from jaxtune.serve.requests import ParsedRequest, Row
+    from jaxtune.serve.trials import Trials
 
 
 class Tokenizer(Protocol):
@@ -68,6 +69,8 @@ class Readable:
     why_no_pictures: str = "it was loaded without its tower"
     ends: tuple[int, ...] = ()  # ids of the tokens that end an answer
     vocab_size: int = 0  # the model's; 0: there is none, and no answer
+    # what clients ask for, (name, kind, values), becomes a grammar in it and is compiled; None: here, untried
+    trials: Trials[tuple[str, str, tuple], str] | None = dataclasses.field(default=None, compare=False)
     # {what a client asked for: (grammar, bytes)} that passed its trial here
     passed: dict[tuple[str, str], tuple[str | None, int]] = dataclasses.field(default_factory=dict, compare=False)
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import signal
+import socket
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jaxtune.system import children
 
 _STACK_BYTES = 1 << 20  # half of the least that a thread of the server has
 _MEMORY_BYTES = 128 << 20
+_KEPT_BYTES = 8 << 20  # that a child may hold for its next work, whose memory is counted by what it takes more
 _SECONDS = 2  # of a processor
 _WHY = {
     signal.SIGSEGV: "what is defined calls itself too deeply: let fewer definitions call one another",
@@ -27,30 +29,55 @@ _WHY = {
 }
 
 
-def tried[T](work: Callable[[], tuple[T, object]]) -> tuple[T, int]:
-    """(the first of what `work` returns, bytes of memory that both hold), made in a child. ValueError: `work` raised an
-    exception, or ended the child.
+class Trials[Asked, T]:
+    """`work`, which gives a value and what is to be kept with it, in a child that is forked when one is needed: at the
+    first call, after one that ended it, and when it holds much.
     """
-    reads, writes = os.pipe()
-    parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries' threads, which the child does not use
-        child = os.fork()
-    if not child:
-        os.close(reads)
-        _run(work, writes, parent)
-    os.close(writes)
-    with open(reads, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code:
-        why = _WHY.get(signal.Signals(-code)) if code < 0 else None
-        raise ValueError(why or f"it ended the process that read it ({code})")
-    is_right, value, held = pickle.loads(answer)
-    if not is_right:
-        raise ValueError(value)
-    return value, held
+
+    def __init__(self, work: Callable[[Asked], tuple[T, object]]):
+        self._work, self._child, self._connection = work, 0, None
+
+    def __call__(self, asked: Asked) -> tuple[T, int]:
+        """(the value, bytes of memory that both hold). ValueError: `work` raised an exception, or ended the child."""
+        connection = self._connection or self._forked()
+        answer = None
+        with contextlib.suppress(OSError):
+            children.send(connection, pickle.dumps(asked))
+            answer = children.receive(connection)
+        if answer is None:
+            code = self._ended()
+            why = _WHY.get(signal.Signals(-code)) if code < 0 else None
+            raise ValueError(why or f"it ended the process that read it ({code})")
+        is_right, value, held, stays = pickle.loads(answer)
+        if not stays:
+            self._ended()
+        if not is_right:
+            raise ValueError(value)
+        return value, held
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._connection is not None:
+            self._ended()
+
+    def _forked(self) -> socket.socket:
+        self._connection, theirs = socket.socketpair()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries' threads, which the child does not use
+            self._child = os.fork()
+        if not self._child:
+            _run(self._work, theirs, parent)
+        theirs.close()
+        return self._connection
+
+    def _ended(self) -> int:
+        """Lets the child end; its exit code."""
+        assert self._connection is not None
+        self._connection.close()
+        self._connection = None
+        _, status = os.waitpid(self._child, 0)
+        return os.waitstatus_to_exitcode(status)
 
 
 def limit_memory(nbytes: int) -> None:
@@ -67,7 +94,7 @@ def _pages(column: int) -> int:
         return int(file.read().split()[column]) * resource.getpagesize()
 
 
-def _run(work: Callable[[], tuple[object, object]], writes: int, parent: int) -> None:
+def _run[Asked](work: Callable[[Asked], tuple[object, object]], connection: socket.socket, parent: int) -> None:
     """Of the child, which it ends."""
     try:
         if not children.dies_with(parent):
@@ -75,13 +102,18 @@ def _run(work: Callable[[], tuple[object, object]], writes: int, parent: int) ->
         faulthandler.disable()
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # what a library says as it dies
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS + 1))
-        limit_memory(_MEMORY_BYTES)
         threading.stack_size(_STACK_BYTES)
-        thread = threading.Thread(target=_answer, args=(work, writes))
-        thread.start()
-        thread.join()
+        first = _held()
+        while (message := children.receive(connection)) is not None:
+            seconds = int(sum(os.times()[:2])) + 1 + _SECONDS
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+            limit_memory(_MEMORY_BYTES)
+            thread = threading.Thread(target=_answer, args=(work, message, connection, first))
+            thread.start()
+            thread.join()
         os._exit(0)
     except MemoryError:
         os.kill(os.getpid(), signal.SIGABRT)
@@ -89,10 +121,13 @@ def _run(work: Callable[[], tuple[object, object]], writes: int, parent: int) ->
         os._exit(1)
 
 
-def _answer(work: Callable[[], tuple[object, object]], writes: int) -> None:
+def _answer[Asked](
+    work: Callable[[Asked], tuple[object, object]], message: bytes, connection: socket.socket, first: int
+) -> None:
+    """first: bytes that the child held when it was forked."""
     try:
         before = _held()
-        value, kept = work()
+        value, kept = work(pickle.loads(message))
         answer = True, value, max(0, _held() - before)
         del kept
     except MemoryError:
@@ -100,8 +135,7 @@ def _answer(work: Callable[[], tuple[object, object]], writes: int) -> None:
         return
     except BaseException as error:
         answer = False, str(error) or type(error).__name__, 0
-    with open(writes, "wb") as pipe:
-        pipe.write(pickle.dumps(answer))
+    children.send(connection, pickle.dumps((*answer, _held() - first < _KEPT_BYTES)))
 
 
 def _held() -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_card import Facts
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import save_weights
@@ -151,7 +152,7 @@ class Delivery:
                 console.print(f"{folder} is there already; left as it is")
                 continue
             with processes.written_by_first(folder) as target:
-                write_result(target, run, total, functools.partial(write, model))
+                write_result(target, run, total, functools.partial(write, model), self._facts())
             console.print(f"wrote {folder}")
         if config.export.adapter and has_adapter(model) and qat_spec(model) is not None:
             console.print("  qat: it is the adapter before rounding; the rounded weights are those of the merged model")
@@ -167,6 +168,27 @@ class Delivery:
         self.numbers |= self.trainer.best
         if self.numbers:
             self._write_numbers(run)
+
+    def _facts(self) -> Facts:
+        """Of the run, for the cards of its exports."""
+        config, losses = self.config, list(m.evaluations(self.output / m.JSONL, self.rows).values())
+        rows = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+        figures: dict[str, str | int | float] = {
+            "objective": config.objective.name,
+            "steps": self.trainer.total_steps,
+            "rows per step": config.rows_per_step,
+            "learning rate": config.optim.learning_rate,
+        }
+        if config.adapter is not None:
+            figures |= {"rank": config.adapter.r, "alpha": config.adapter.lora_alpha}
+        if losses:
+            figures |= {"evaluation loss, first": losses[0], "evaluation loss, last": losses[-1]}
+        return Facts(
+            base=str(config.model.path or ""),
+            tags=[config.objective.name, *["lora"] * (config.adapter is not None)],
+            datasets=[name if isinstance(name, str) else name[0] for name in rows],
+            figures=figures,
+        )
 
     def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
         """(folder's name, function that writes it) of each export; the quick adapter first."""

@@ -126,6 +126,9 @@ class Trainer:
     ):
         self.trains = trains
         self.output = Path(config.output).absolute()  # the user's functions may change the current folder
+        if config.data.cache_dir is not None:
+            cache_dir = str(Path(config.data.cache_dir).expanduser().absolute())
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=cache_dir))
         self.tokenizer = trained_tokenizer(tokenizer, config.data.template, config.data.template_arguments)
         self.profile_folder = Path(profile).absolute() if profile is not None else self.output / "profile"
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)

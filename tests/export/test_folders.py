@@ -338,8 +338,8 @@ def test_notes_on_experts_leave_no_other_note_out():
 class _Hub:
     """What push asks of huggingface_hub.HfApi."""
 
-    def __init__(self, error: Exception | None = None):
-        self.error, self.calls = error, []
+    def __init__(self, error: Exception | None = None, has_card: bool = False):
+        self.error, self.has_card, self.calls = error, has_card, []
 
     def whoami(self):
         if self.error is not None:
@@ -352,12 +352,27 @@ class _Hub:
 
     def upload_folder(self, **options):
         self.calls.append(("upload", options["repo_id"], options["folder_path"]))
+        self.left_out = options["ignore_patterns"]
+
+    def file_exists(self, repository, name):
+        return self.has_card and name == "README.md"
 
 
 def test_push(tmp_path):
     hub = _Hub()
     assert push(tmp_path, "me/model", private=True, api=hub) == "address/of/it"
     assert hub.calls == [("create", "me/model", dict(private=True, exist_ok=True)), ("upload", "me/model", tmp_path)]
+
+
+def test_a_card_is_pushed_unless_it_would_replace_a_users(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/model"}')
+    for text, has_card, left_out in (("", False, None), ("", True, ["README.md"]), ("# Mine", True, None)):
+        if text:
+            (tmp_path / "README.md").write_text(text)
+        hub = _Hub(has_card=has_card)
+        push(tmp_path, "me/model", api=hub)
+        card = (tmp_path / "README.md").read_text()
+        assert hub.left_out == left_out and (card == text or 'base_model: "org/model"' in card)
 
 
 def test_push_says_what_is_missing(tmp_path):

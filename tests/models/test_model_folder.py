@@ -98,6 +98,54 @@ def test_missing_unexpected_and_misshaped_in_one_list(folder):
     assert f"of another shape: {UP} [95, 64] (expected [96, 64])" in message
 
 
+def _layers_of(count: int, folder) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count}))
+
+
+@pytest.mark.parametrize(
+    ("names", "layers", "said"),
+    [
+        (("foo", "vision.proj.weight"), 3, "no part of the model reads are left out: foo, vision.proj.weight"),
+        (("model.layers.7.extra.weight",), 3, "num_hidden_layers = 3, so layers 7 of its files are left out"),
+        ((), 1, "num_hidden_layers = 1, so layers 1, 2 of its files are left out"),
+    ],
+)
+def test_tensors_that_the_model_has_no_place_for_are_named_and_left_out(folder, names, layers, said, caplog):
+    rewrite(folder, lambda tensors: tensors.update({name: np.ones(2, np.float32) for name in names}))
+    _layers_of(layers, folder)
+    model, _ = from_pretrained(folder)
+    assert len(model.layers) == layers and said in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj.scale", "model.layers.1.gate.weight", "lm_head.bias"]
+)
+def test_unexpected_tensors_of_modules_that_compute_are_refused(folder, name):
+    rewrite(folder, lambda tensors: tensors.update({name: np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=f"unexpected: {name}"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "words"),
+    [
+        (lambda name: name.removeprefix("model."), "the names lack 'model.', as AutoModel saves them"),
+        (lambda name: f"_orig_mod.{name}", "the names begin with '_orig_mod.'"),
+        (lambda name: f"module.{name}", "the names begin with 'module.'"),
+    ],
+)
+def test_names_with_another_beginning_say_what_mends_them(folder, renamed, words):
+    def change(tensors):
+        for name in list(tensors):
+            tensors[renamed(name)] = tensors.pop(name)
+
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=words):
+        from_pretrained(folder)
+
+
 def test_long_lists_are_cut(folder):
     rewrite(folder, lambda t: [t.pop(name) for name in list(t) if "layers.1." in name or "layers.2." in name])
     with pytest.raises(ValueError, match=r"missing: .* and 10 more[;:.]?( |$)"):

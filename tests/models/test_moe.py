@@ -389,18 +389,36 @@ def test_square_experts_that_are_in_by_out_need_no_version_of_peft(tmp_path):
     np.testing.assert_array_equal(found.lora.a[...], wanted.lora.a[...])
 
 
-def test_unsloths_old_layout_is_refused(tmp_path):
+MARKS = {
+    "of the file": lambda layout: {"lora_B_layout": layout},
+    "of each matrix": lambda layout: {
+        "unsloth_fused_expert_lora": {
+            "parameters": {f"mlp.experts.{name}": {"lora_B_layout": layout} for name in ("gate_up_proj", "down_proj")}
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("mark", MARKS.values(), ids=MARKS)
+def test_the_order_of_experts_is_what_the_file_says(tmp_path, mark):
     base = moe_model(1)
-    save_adapter(adapted_model(base, r=2, target_parameters=BOTH), tmp_path / "a")
-    file = tmp_path / "a" / "adapter_config.json"
-    config = json.loads(file.read_text())
-    for layout, accepted in (("rank_major", True), ("grouped_by_expert", False)):
-        parameters = {"mlp.experts.down_proj": {"lora_B_layout": layout, "num_experts": 4}}
-        file.write_text(json.dumps(config | {"unsloth_fused_expert_lora": {"parameters": parameters}}))
-        if accepted:
-            load_adapter(base, tmp_path / "a")
-            continue
-        with pytest.raises(ValueError, match="laid out as 'grouped_by_expert'"):
+    model = adapted_model(base, r=3, target_parameters=BOTH)
+    save_adapter(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    tensors, count = load_file(tmp_path / "a" / "adapter_model.safetensors"), model.config.moe.num_experts
+    grouped = dict(tensors)
+    for key in (key for key in tensors if "experts" in key and "lora_B" in key):
+        grouped[key] = tensors[key].reshape(-1, 3, count).swapaxes(1, 2).reshape(tensors[key].shape)
+    unsloth = {"auto_mapping": {"unsloth_fixed": True}}
+    cases = [(tensors, {}), (tensors, mark("rank_major") | unsloth), (grouped, mark("grouped_by_expert") | unsloth)]
+    for arrays, said in cases:
+        save_file(arrays, tmp_path / "a" / "adapter_model.safetensors")
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | said))
+        for (name, wanted), (_, found) in zip(experts(model), experts(load_adapter(base, tmp_path / "a")), strict=True):
+            np.testing.assert_array_equal(found.lora.b[...], wanted.lora.b[...], err_msg=name)
+    for said, words in ((mark("mixed"), "is 'mixed'"), (unsloth, "order of lora_B's columns is not known")):
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | said))
+        with pytest.raises(ValueError, match=words):
             load_adapter(base, tmp_path / "a")
 
 

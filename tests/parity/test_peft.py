@@ -19,6 +19,7 @@ from tiny import CONFIGS, golden_tokens
 from tiny_models import shaken
 
 import jaxtune
+from jaxtune.export import proof
 from jaxtune.models.hf import from_pretrained, save_pretrained
 from jaxtune.models.lora import linears
 
@@ -114,6 +115,22 @@ def test_adapter_made_here(tmp_path, config, settings):
     merged = theirs.merge_and_unload()
     tied = merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
     assert tied == CONFIGS[config]["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("case", ["experts", pytest.param("saved_tied", marks=pytest.mark.full)])
+def test_an_export_is_proven_by_peft(tmp_path, case):
+    config, settings = OURS[case]
+    base = reference.make_checkpoint(tmp_path / "base", CONFIGS[config])
+    plain, _ = from_pretrained(base, dtype="float32")
+    model = shaken(jaxtune.get_peft_model(plain, **settings))
+    jaxtune.save_adapter(model, tmp_path / "ours")
+    peft_answer = proof.prove(model, tmp_path / "ours")[0]
+    assert peft_answer.program == f"PEFT {peft.__version__}" and peft_answer.answers == "equal"
+    file = tmp_path / "ours" / "adapter_model.safetensors"
+    changed = {key: value * 1.1 if "lora_B" in key else value for key, value in load_file(file).items()}
+    save_file(changed, file)
+    with pytest.raises(ArithmeticError, match="PEFT .*different"):
+        proof.prove(model, tmp_path / "ours")
 
 
 _TOWER = dict(

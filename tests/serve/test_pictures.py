@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
+import http.server
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from jaxtune.conversations import pictures
 from jaxtune.conversations.picture_processors import PictureReader
 from jaxtune.conversations.pictures import PictureAccess
 from jaxtune.serve import bodies
@@ -20,6 +24,7 @@ from jaxtune.serve.errors import ApiError
 from jaxtune.serve.readers import Readers
 from jaxtune.serve.responses import read_responses
 from jaxtune.serve.served import Readable
+from tests import patience
 from tests.train.data.pictures import drawn, file_of, picture_options, picture_tokenizer
 
 CHAT, LENGTHS = "/v1/chat/completions", {"eyes": 4096, "blind": 4096}
@@ -118,6 +123,63 @@ def test_what_is_refused_is_told_by_the_processes_that_read(models):
         [row] = read(chat(part(url(GOOD)), part(url(GOOD)))).rows
         assert row.pictures["patches"].shape[1] == 24  # equal pictures once
         assert [process] == [reader._process.pid for reader in readers._readers]
+
+
+class _Held(http.server.BaseHTTPRequestHandler):
+    """/good has a picture; other addresses answer when they are let go."""
+
+    go = threading.Event()
+
+    def do_GET(self):
+        if self.path != "/good":
+            self.go.wait(patience.SECONDS)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(GOOD if self.path == "/good" else b"no picture")
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_addresses_that_hang_keep_no_process_that_reads(models, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(pictures, "_SECONDS", patience.SECONDS)
+    access = dataclasses.replace(ACCESS, remote=True)
+    remote = dataclasses.replace(models["eyes"], pictures=dataclasses.replace(models["eyes"].pictures, access=access))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Held)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+
+    async def ask(readers: Readers) -> None:
+        def read(*parts: object, user: str = ""):
+            return readers.read(CHAT, json.dumps(chat(*parts) | {"user": user}).encode(), LENGTHS, count=sizes.append)
+
+        sizes: list[int] = []
+        processor = remote.pictures.processor
+        hanging = [
+            asyncio.ensure_future(read(*(part(f"{address}/{number}/{each}") for each in range(2)), user="slow"))
+            for number in range(12)
+        ]
+        [here] = (await read(part(url(GOOD)))).rows
+        [there] = (await read(part(f"{address}/good"), part(f"{address}/good"))).rows
+        assert there.prompt.count(processor.token) == 2 * here.prompt.count(processor.token) == 12
+        np.testing.assert_array_equal(here.pictures["patches"], there.pictures["patches"])
+        assert sizes == [len(GOOD)] and not any(each.done() for each in hanging)
+        with pytest.raises(ApiError, match="17 addresses of pictures; a request may have 16"):
+            await read(*(part(f"{address}/{number}") for number in range(17)))
+        _Held.go.set()
+        for each in hanging:
+            with pytest.raises(ApiError, match="no picture of a known kind"):
+                await each
+
+    try:
+        with Readers(1) as readers:
+            readers.serve({"eyes": remote})
+            asyncio.run(ask(readers))
+    finally:
+        _Held.go.set()
+        server.shutdown()
+        server.server_close()
 
 
 def test_too_many_patches_and_tokens_are_refused(models, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -17,12 +18,15 @@ from hypothesis import strategies as st
 
 from jaxtune.serve import app, bodies, trials
 from jaxtune.serve.served import ServedModel
+from jaxtune.serve.server import Server
+from jaxtune.serve.shares import Shares
 from tests.serve.running import ask, engine_of, events, served_models, serving, wait_until
 
 pytest.importorskip("llguidance")
 from jaxtune.models.generation import grammars
 
 PROMPT = {"prompt": "a"}
+STREAMS = [f"client {number}" for number in range(64)]
 
 
 def rules(count: int) -> dict:
@@ -79,9 +83,9 @@ def served():
     vars(tokenizer)["chat_template"] = template
     models = {"base": ServedModel("base", base.model, tokenizer)}
     before = threading.stack_size(2 << 20)
-    engine = engine_of(models)
-    with serving(models, engine) as (port, _):
-        yield port, models
+    engine = engine_of(models, slots=len(STREAMS))
+    with serving(models, engine) as (port, server):
+        yield port, models, server
     assert engine.close(60)
     threading.stack_size(before)
 
@@ -92,17 +96,38 @@ def sent(port: int, body: dict) -> tuple[int, str]:
     return status, json.dumps(answer)
 
 
-def test_attacks_are_refused_while_streams_run_and_memory_returns(served):
-    port, _ = served
+def held(server: Server, models: dict) -> dict[str, object]:
+    """What requests leave behind, counted: bytes of clients, rows, compiled grammars, processes below this one."""
+    gc.collect()
+    [api] = {route.endpoint.__self__ for route in server.config.app._app._app.routes}
+    parts = {**vars(api), **vars(api._engine)}
+    shares = {name: dict(each._amounts) for name, each in parts.items() if isinstance(each, Shares)}
+    compiled = [*models["base"]._grammars._compiled]
+    children = [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    turns = api._readers._turns
+    return {**shares, "compiled": compiled, "processes": len(children), "turns": (turns._free, len(turns._waiting))}
+
+
+def test_attacks_are_refused_while_64_streams_run_and_memory_returns(served):
+    """Each with its status, however often; the streams are those of a calm server, token for token."""
+    port, models, server = served
     assert sent(port, options(10))[0] == 200
-    memory = psutil.Process().memory_info().rss
-    with ThreadPoolExecutor(2) as threads:
-        long = {"model": "base", **PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-        streams = [threads.submit(events, port, "/v1/completions", long) for _ in range(2)]
+    long = {"model": "base", **PROMPT, "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    calm = "".join(event["choices"][0]["text"] for event in events(port, "/v1/completions", long))
+    before, memory = held(server, models), psutil.Process().memory_info().rss
+    with ThreadPoolExecutor(len(STREAMS)) as threads:
+        streams = [threads.submit(events, port, "/v1/completions", long | {"user": user}) for user in STREAMS]
         for name, (body, words) in ATTACKS.items():
-            status, answer = sent(port, body)
-            assert status == 400 and words in answer, (name, answer)
-    assert all(stream.result()[-1]["choices"][0]["finish_reason"] == "length" for stream in streams)
+            for _ in range(2):
+                status, answer = sent(port, {"user": "attacker"} | body)
+                assert status == 400 and words in answer, (name, answer)
+        status, answer = ask(port, "/v1/models", None, Origin="http://localhost, http://evil.example")
+        assert status == 403, answer
+    for stream in streams:
+        found = stream.result()
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        assert "".join(event["choices"][0]["text"] for event in found) == calm
+    wait_until(lambda: held(server, models) == before, told=lambda: (held(server, models), before))
     assert psutil.Process().memory_info().rss - memory < 200 << 20
 
 
@@ -114,7 +139,7 @@ def test_what_passes_the_trial_is_followed(served, attack, count):
 
 
 def test_what_a_grammar_holds_ends_with_its_answer_and_is_counted(served, monkeypatch):
-    port, models = served
+    port, models, _ = served
     assert sent(port, options(100))[0] == 200
 
     def kept() -> list[str]:
@@ -152,11 +177,32 @@ WORK = {
 
 @pytest.mark.parametrize("name", WORK)
 def test_work_that_fails_is_named(name, monkeypatch):
-    work, words = WORK[name]
     monkeypatch.setattr(trials, "_SECONDS", 1)
-    with pytest.raises(ValueError, match=words):
-        trials.tried(work)
-    assert trials.tried(lambda: ("done", None))[0] == "done"
+    tried = trials.Trials(lambda asked: WORK[asked][0]() if asked else ("done", None))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=WORK[name][1]):
+            tried(name)
+        assert tried("")[0] == "done"
+    tried.close()
+
+
+def test_a_child_takes_the_next_work_unless_it_holds_much():
+    kept = []
+
+    def work(count: int) -> tuple[int, object]:
+        kept.append(bytearray(os.urandom(count)))
+        return os.getpid(), None
+
+    tried = trials.Trials(work)
+    first, held = tried(0)
+    second, _ = tried(9 << 20)
+    third, _ = tried(0)
+    assert first == second and third not in (first, os.getpid()) and held < 1 << 20
+    tried.close()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(third, 0)
+    assert tried(0)[0] not in (first, third)
+    tried.close()
 
 
 @pytest.mark.parametrize(
@@ -168,14 +214,15 @@ def test_many_rules_and_definitions_are_refused(key, value):
         make(value)
 
 
-def test_what_many_clients_ask_for_is_tried_once_by_a_reader(monkeypatch):
+def test_what_many_clients_ask_for_is_tried_once_by_a_reader():
     """64 of them with one schema were answered at 0.6 of the rate."""
-    tries, tried = [], bodies.tried
-    monkeypatch.setattr(bodies, "tried", lambda work: tries.append(work) or tried(work))
-    served = served_models()["base"].readable
+    models = bodies.with_trials({"base": served_models()["base"].readable})
+    tries, tried = [], models["base"].trials
+    models["base"] = dataclasses.replace(models["base"], trials=lambda asked: tries.append(asked) or tried(asked))
     for _ in range(3):
         for asked in (definitions(3), definitions(4), options(3)):
             body = {"model": "base", **PROMPT, **asked}
-            [row] = bodies.read_completion(body, {"base": served}, {"base": 256}).rows
+            [row] = bodies.read_completion(body, models, {"base": 256}).rows
             assert row.grammar
     assert len(tries) == 3
+    tried.close()

@@ -42,9 +42,10 @@ _FOLLOWED = {
     "bias",
     "target_parameters",
     "unsloth_fused_expert_lora",
+    "lora_B_layout",
+    "auto_mapping",  # of which only Unsloth's mark is read
 }
 _HARMLESS = {
-    "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
     "megatron_core",
@@ -162,6 +163,13 @@ def _check_dropout(key: str, value: Any) -> None:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
+def _check_alpha(key: str, value: Any) -> None:
+    """A number above 0 that float32 has, as the product with it would be infinite otherwise; else ValueError."""
+    values.positive(key, value)
+    if value > _MOST_ALPHA:
+        raise ValueError(f"{key} = {value!r}: must be below {_MOST_ALPHA:g}, or scales are infinite in float32")
+
+
 def _check_patterns(check: Callable[[str, Any], None], key: str, value: Any) -> None:
     """A mapping whose values pass `check`."""
     values.mapping(key, value)
@@ -169,9 +177,10 @@ def _check_patterns(check: Callable[[str, Any], None], key: str, value: Any) -> 
         check(f"{key}: {pattern!r}", setting)
 
 
+_MOST_ALPHA = 3e38
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "r": values.whole,
-    "lora_alpha": values.positive,
+    "lora_alpha": _check_alpha,
     "lora_dropout": _check_dropout,
     "target_modules": _check_names,
     "exclude_modules": _check_names,
@@ -180,12 +189,14 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "layers_to_transform": _check_layers,
     "layers_pattern": _check_names,
     "rank_pattern": functools.partial(_check_patterns, values.whole),
-    "alpha_pattern": functools.partial(_check_patterns, values.positive),
+    "alpha_pattern": functools.partial(_check_patterns, _check_alpha),
     "use_rslora": values.boolean,
     "use_dora": values.boolean,
     "base_model_name_or_path": values.text,
     "bias": values.text,
     "unsloth_fused_expert_lora": values.mapping,
+    "lora_B_layout": values.text,
+    "auto_mapping": values.mapping,
 }
 
 

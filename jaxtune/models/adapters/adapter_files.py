@@ -63,6 +63,8 @@ _PREFIX = "base_model.model."
 _WHOLE = re.compile(rf"{re.escape(_PREFIX)}(model\.language_model|language_model\.model)\.")
 # How an adapter identifies its base, {key of the metadata: attribute of the model}, the strictest first. Older versions
 # wrote and compare only the second.
+LAYOUT = "lora_B_layout"  # Unsloth's key for the order of the columns of experts' lora_B, and what it may be
+LAYOUTS = "rank_major", "grouped_by_expert"  # PEFT's, and that of Unsloth's older versions
 _BASE = {"jaxtune_base_digest": "base_digest", "jaxtune_base_fingerprint": "base_fingerprint"}
 
 
@@ -73,6 +75,7 @@ class ExpertTensor:
     """
 
     variable: nnx.Variable  # the variable of ExpertLora: a [E, r, in] or b [E, out, r]
+    matrix: str  # "gate_up_proj" or "down_proj"
     is_b: bool  # True: it is lora_B; False: lora_A
     # True: the base's matrix of each expert is [in, out]; False: [out, in]. _current_experts reads it for older files
     transposed: bool
@@ -103,8 +106,8 @@ def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
         module, matrix_name = name.rsplit(".", 1)
         inner = matrix_name == "gate_up_proj" and f"{module}.down_proj" in names
         prefix = f"{_PREFIX}{module}{'.base_layer' * inner}"
-        tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, False, transposed)
-        tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, True, transposed)
+        tensors[f"{prefix}.lora_A.weight"] = ExpertTensor(lora.a, matrix_name, False, transposed)
+        tensors[f"{prefix}.lora_B.weight"] = ExpertTensor(lora.b, matrix_name, True, transposed)
     return tensors
 
 
@@ -339,7 +342,7 @@ def adapter_on_host(model: Decoder, path: str | os.PathLike, is_known: bool = Tr
         adapted = get_peft_model(model, **settings)
     variables = adapter_tensors(adapted)
     _check_tied(folder, model, arrays)
-    arrays = _current_experts(folder, config, variables, arrays)
+    arrays = _current_experts(folder, config, variables, _rank_major(folder, config, variables, arrays))
     _check_tensors(folder, {key: variable.shape for key, variable in variables.items()}, arrays)
     for key, variable in variables.items():
         variable.set_value(np.asarray(arrays[key], np.float32))
@@ -404,21 +407,42 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     return [name for name in selected if name in listed or name.partition(".layers.")[2].partition(".")[0] in numbers]
 
 
+def _rank_major(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The file's tensors with lora_B of experts in PEFT's order of columns: rank after rank, not expert after expert.
+    ValueError for another order than these two, or one that is not known.
+    """
+    where, arrays = folder / CONFIG_NAME, dict(arrays)
+    named = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
+    values.mapping(f"{where}: unsloth_fused_expert_lora.parameters", named)
+    named = {name.rpartition(".")[2]: parameter for name, parameter in named.items()}
+    for key, tensor in variables.items():
+        if not isinstance(tensor, ExpertTensor) or not tensor.is_b or key not in arrays:
+            continue
+        layout = named.get(tensor.matrix, config.get(LAYOUT))
+        layout = layout.get(LAYOUT) if isinstance(layout, Mapping) else layout
+        count, rank = tensor.variable.shape[0], tensor.variable.shape[2]
+        if layout not in (None, *LAYOUTS):
+            raise ValueError(
+                f"{where}: {LAYOUT} of {tensor.matrix} is {layout!r}: save it in PEFT's layout ({LAYOUTS[0]!r}) with a "
+                "current Unsloth"
+            )
+        if layout is None and rank > 1 and "unsloth_fixed" in config.get("auto_mapping", {}):
+            raise ValueError(
+                f"{where}: Unsloth wrote this adapter of experts without {LAYOUT}, so the order of lora_B's columns is "
+                f"not known: `jaxtune export {folder} NEW --to adapter --prove --rows FILE` takes the one with the "
+                f"lower loss on rows of yours; or set {LAYOUT} to {LAYOUTS[0]!r} or {LAYOUTS[1]!r}"
+            )
+        if layout == LAYOUTS[1] and arrays[key].ndim == 2 and arrays[key].shape[1] == rank * count:
+            arrays[key] = arrays[key].reshape(-1, count, rank).swapaxes(1, 2).reshape(-1, rank * count)
+    return arrays
+
+
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The file's tensors with those of experts in PEFT's current layout; what fits neither layout stays.
 
     PEFT before 0.19 assumed that experts' weights are [in, out]: for [out, in] the current A is its B^T, the current B
     its A^T. ValueError where neither shapes nor PEFT's version tell.
     """
-    layouts = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
-    values.mapping(f"{folder / CONFIG_NAME}: unsloth_fused_expert_lora.parameters", layouts)
-    for name, parameter in layouts.items():
-        layout = parameter.get("lora_B_layout") if isinstance(parameter, dict) else parameter
-        if layout != "rank_major":
-            raise ValueError(
-                f"{folder / CONFIG_NAME}: lora_B of {name} is laid out as {layout!r}: save it in PEFT's layout "
-                "('rank_major') with a current Unsloth"
-            )
     arrays = dict(arrays)
     version = tuple(int(digits) for digits in re.findall(r"\d+", str(config.get("peft_version") or ""))[:2])
     for key, tensor in variables.items():

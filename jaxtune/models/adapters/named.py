@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from pathlib import Path
 
 from jaxtune.models.adapters.adapter_config import CONFIG_NAME
+from jaxtune.models.files.model_folder import is_hub_name
 
 _FILES = [CONFIG_NAME, "*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
 
@@ -16,7 +16,7 @@ def local_adapter(name: str | os.PathLike) -> str:
     """The folder of an adapter's snapshot, which is fetched if need be, where `name` is a hub name of one; else `name`
     itself, also where the hub cannot be asked."""
     text = os.fspath(name)
-    if Path(text).expanduser().exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or text.startswith("."):
+    if Path(text).expanduser().exists() or "/" not in text or not is_hub_name(text):
         return text
     from huggingface_hub import constants, file_exists, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError

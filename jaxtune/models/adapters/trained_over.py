@@ -18,6 +18,7 @@ from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME
 from jaxtune.models.components import format_and_followed
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import end_token_ids
+from jaxtune.models.files import model_card
 from jaxtune.models.files.model_folder import read_json
 from jaxtune.models.files.quant import computes_in_fp8, qat_spec
 from jaxtune.models.observed_inputs import recorded
@@ -27,7 +28,7 @@ from jaxtune.pallas.format_names import KEPT
 from jaxtune.pallas.formats import FORMATS, load_in
 
 METADATA = "jaxtune_trained_over"
-RUN_RECORD = "jaxtune_run.json"  # in a folder that a run wrote; see train/folder/results.py
+RUN_RECORD = model_card.RECORD  # in a folder that a run wrote; see train/folder/results.py
 
 
 @dataclasses.dataclass(frozen=True)

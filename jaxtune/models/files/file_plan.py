@@ -82,6 +82,9 @@ def single_tensor_group(
     return Group(make, (Piece({name: FileTensor(tuple(shape), np.dtype(dtype), compute)}),))
 
 
+BESIDE_BYTES = 16 << 20  # room for config, tokenizer and headers
+
+
 def size_bytes(planned: Planned) -> int:
-    """Bytes that the files need on disk, with 16 MiB for config, tokenizer and headers."""
-    return sum(group.size_bytes for group in planned.values()) + (16 << 20)
+    """Bytes that the files need on disk, with BESIDE_BYTES."""
+    return sum(group.size_bytes for group in planned.values()) + BESIDE_BYTES

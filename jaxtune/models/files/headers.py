@@ -50,9 +50,12 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """{name: entry}, without the file's metadata. Dtypes that cannot be used are left to check_entry and check_size.
 
-    Raises ValueError for a file that is truncated, too long or not safetensors, and OSError for a pipe or device.
+    Raises ValueError for a file that is truncated, too long or not safetensors, or no file.
     """
-    require_plain(file)
+    try:
+        require_plain(file)
+    except OSError as error:
+        raise ValueError(f"{error}; {_REMEDY}") from None
     actual = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

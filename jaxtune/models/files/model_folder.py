@@ -97,7 +97,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: has no weight_map, which says where each tensor is; fetch it again")
     for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise ValueError(f"{index}: {name!r} is not the name of a file in the same folder")
     return weight_map
 
@@ -125,23 +125,37 @@ def _in_folder(folder: Path) -> Path:
     return files[0]
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether the hub can have a repository of this name."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", text):
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
+
+
 def resolve_folder(path: str | os.PathLike) -> Path:
-    """The local folder or GGUF file of a model: a folder, a GGUF file itself or alone in its folder, or a hub name such
-    as "org/model".
+    """The absolute folder or GGUF file of a model: a folder, a GGUF file itself or alone in its folder, or a hub name
+    such as "org/model".
 
     A complete snapshot with a tokenizer in the cache is used without asking the hub; otherwise missing files are
     downloaded, but no pickles. If that fails, a snapshot that lacks only the tokenizer is used. Raises ValueError if
     there is none.
     """
     name = os.fspath(path)
-    folder = Path(name).expanduser()
+    folder = Path(name).expanduser().absolute()  # it is read again after the user's functions, which may change folders
     if folder.is_dir():
         return _in_folder(folder)
     if is_gguf(folder):
         return folder
     if folder.is_file():
         raise ValueError(f"{name} is a file, and not GGUF; give the folder that holds config.json and the weights")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", name) or name.startswith("."):
+    if not is_hub_name(name):
         raise ValueError(f"{name}: there is no such folder (and it is not a hub name like org/model)")
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, XetDownloadError

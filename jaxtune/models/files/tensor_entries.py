@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import re
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from jaxtune.models.files import headers, shards
 from jaxtune.models.files.expert_files import StackedEntry
 from jaxtune.models.files.stored_weights import StoredEntry
 
+logger = logging.getLogger(__name__)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -60,6 +64,43 @@ def _same_content(first: headers.TensorEntry, second: headers.TensorEntry) -> bo
     return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))
 
 
+def _parts(names: Iterable[str], expected: Iterable[str]) -> set[str]:
+    """Those of modules and layers that the model has, which may compute something else with them, such as a bias."""
+    modules, layers = {name.rpartition(".")[0] for name in expected}, _layers(expected)
+    return {name for name in names if name.rpartition(".")[0] in modules or _layers([name]) & layers}
+
+
+def _layers(names: Iterable[str]) -> set[int]:
+    return {int(found[1]) for name in names if (found := _LAYER.match(name))}
+
+
+def _note_unread(names: Iterable[str], count: int, folder: Path) -> None:
+    """Says which tensors of a checkpoint the model has no place for, as transformers does. count: of its layers."""
+    layers = _layers(names)
+    if others := {name for name in names if not _LAYER.match(name)}:
+        logger.warning("%s: tensors that no part of the model reads are left out: %s", folder, listed(others))
+    if layers:
+        logger.warning(
+            "%s: config.json has num_hidden_layers = %d, so layers %s of its files are left out",
+            folder,
+            count,
+            ", ".join(map(str, sorted(layers))),
+        )
+
+
+def _renaming(missing: Set[str], unexpected: Set[str]) -> str | None:
+    """What makes the names of the files those of the model, if one prefix does."""
+    for prefix in ("model.", "language_model."):
+        if missing & {prefix + name for name in unexpected}:
+            return f"the names lack {prefix!r}, as AutoModel saves them: save the model with AutoModelForCausalLM"
+    name = next(iter(sorted(missing)), "")
+    for longer in sorted(unexpected):
+        if name and longer.endswith("." + name):
+            prefix = longer.removesuffix(name)
+            return f"the names begin with {prefix!r}, as a wrapper saves them: save the model within it"
+    return None
+
+
 def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
     """{name: entry} of every tensor that the model needs, in the order of `expected_shapes`.
 
@@ -68,7 +109,8 @@ def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: b
       tied: the head is the embedding; a separate one is read and must equal it, or stands for a missing embedding.
       folder: of the checkpoint, for errors.
 
-    Raises ValueError for tensors that are missing, unexpected, of another shape or not readable, or a tied head that
+    Tensors of modules and layers that the model lacks are left out with a warning. Raises ValueError for tensors that
+    are missing, unexpected in a module or layer of the model, of another shape or not readable, or a tied head that
     differs.
     """
     entries = dict(entries)
@@ -83,9 +125,15 @@ def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: b
                 'model.embed_tokens.weight; set "tie_word_embeddings": false in config.json to keep both'
             )
     problems = []
-    if missing := set(expected_shapes) - set(entries):
+    missing, unexpected = set(expected_shapes) - set(entries), set(entries) - set(expected_shapes)
+    if not missing and not (parts := _parts(unexpected, expected_shapes)):
+        _note_unread(unexpected, len(_layers(expected_shapes)), folder)
+        unexpected = set()
+    elif not missing:
+        unexpected = parts
+    if missing:
         problems.append(f"missing: {listed(missing)}")
-    if unexpected := set(entries) - set(expected_shapes):
+    if unexpected:
         problems.append(f"unexpected: {listed(unexpected)}")
     shapes = [
         f"{name} {list(entries[name].shape)} (expected {list(shape)})"
@@ -95,8 +143,8 @@ def match(expected_shapes: Mapping[str, tuple[int, ...]], entries: dict, tied: b
     if shapes:
         problems.append(f"of another shape: {listed(shapes)}")
     if problems:
-        words = "; ".join(problems)
-        raise ValueError(f"{folder}: the weights do not fit config.json; tensors {words}: fetch it or them again")
+        words, fix = "; ".join(problems), _renaming(missing, unexpected) or "fetch it or them again"
+        raise ValueError(f"{folder}: the weights do not fit config.json; tensors {words}: {fix}")
     for name in expected_shapes:
         if not isinstance(entries[name], StoredEntry | StackedEntry):
             headers.check_entry(entries[name])

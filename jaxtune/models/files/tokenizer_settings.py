@@ -29,14 +29,16 @@ def merged(tokenizer: object, written: Config) -> Fields:
     """
     base: Config = getattr(tokenizer, _ATTRIBUTE, {})
     result = {key: value for key, value in base.items() if key not in ("chat_template", "auto_map")}
+    if isinstance(base.get("extra_special_tokens"), list):  # version 4 knows a dict there
+        del result["extra_special_tokens"]
     result |= {key: value for key, value in written.items() if key not in _OF_LOADING | _OWN_FORM}
     for key in _TOKENS:
         token = getattr(tokenizer, key, None)
         if token != _text(base.get(key)):
             result[key] = token
-    if "tokenizer_class" not in base:  # a name that only transformers 5 has is of a tokenizer.json alone
-        name = written.get("tokenizer_class")
-        result["tokenizer_class"] = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
+    name = base.get("tokenizer_class", written.get("tokenizer_class"))
+    # A name that only transformers 5 has is of a tokenizer.json alone; it knows the older one, too.
+    result["tokenizer_class"] = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name
     template = getattr(tokenizer, "chat_template", None)
     if "chat_template" in base and isinstance(template, str):  # also in chat_template.jinja
         result["chat_template"] = template
@@ -55,10 +57,9 @@ def _special(base: Config, written: Config) -> Fields:
     now = written.get("extra_special_tokens", [])
     if not isinstance(now, list):
         return {"extra_special_tokens": now}
-    if isinstance(base.get("extra_special_tokens"), list):
-        return {"extra_special_tokens": now}
     named = [_text(token) for token in base.get("additional_special_tokens") or []]
-    named += [_text(token) for token in dict(base.get("extra_special_tokens") or {}).values()]
+    if isinstance(base.get("extra_special_tokens"), Mapping):
+        named += [_text(token) for token in base["extra_special_tokens"].values()]
     more = [token for token in now if _text(token) not in named]
     return {"additional_special_tokens": [*(base.get("additional_special_tokens") or []), *more]} if more else {}
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxtune.models.adapters.trained_over import RUN_RECORD
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files import model_card
 from jaxtune.system.files import new_folder
 from jaxtune.system.sealed import read_manifest, write_manifest
 from jaxtune.train.folder.record import LENGTHENED, compare_meta, require_same_code
@@ -63,7 +65,8 @@ def read_result(folder: Path) -> Result:
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{folder} is damaged: {error}") from None
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    added = (name for name in paths if name not in proof["files"] and name != PROOF and not name.startswith("."))
+    known = {*proof["files"], PROOF, model_card.NAME}
+    added = (name for name in paths if name not in known and not name.startswith("."))
     return dataclasses.replace(result, added=next(added, ""))
 
 
@@ -101,15 +104,28 @@ def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
     return os.path.lexists(folder) and require_own(folder, run, step).step == step
 
 
-def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
-    """Has `write` fill an empty folder, adds the proof, and renames it to `folder`, in place of an earlier result of
-    this run. ValueError if `folder` is not one, or has files that no run wrote.
+def write_result(
+    folder: Path,
+    run: dict[str, Any],
+    step: int,
+    write: Callable[[Path], Any],
+    facts: model_card.Facts | None = None,
+) -> None:
+    """Has `write` fill an empty folder, adds proof and card, and renames it to `folder`, in place of an earlier result
+    of this run, whose card stays if a user changed it. ValueError if `folder` is not one, or has files that no run
+    wrote.
 
       run, step: the values that identify the run (record.same_run), and its steps done.
+      facts: for the card; None: there is none.
     """
     if os.path.lexists(folder):
         require_replaceable(folder, run, step)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(folder) as temporary:
         write(temporary)
-        write_manifest(temporary, PROOF, {"run": run, "step": step}, durable=False)
+        record = {"run": run, "step": step, "card": facts, "made": model_card.made()}
+        write_manifest(temporary, PROOF, record, durable=False)
+        if (folder / model_card.NAME).is_file():
+            shutil.copyfile(folder / model_card.NAME, temporary / model_card.NAME)
+        if facts is not None:
+            model_card.write(temporary, facts, folder.name, folder.name)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.file_plan import BESIDE_BYTES
 from jaxtune.models.files.quant import parameters
 from jaxtune.models.lora import has_adapter
 from jaxtune.system.disk import free_bytes, nearest
@@ -60,7 +61,7 @@ def written_by(
         files.append(Written("adapter", output / ADAPTER, trained_bytes))
     if export.merged:
         size = parameters(nnx.state(model)) * jnp.dtype(model.dtype).itemsize
-        files.append(Written("merged model", output / MERGED, float(size)))
+        files.append(Written("merged model", output / MERGED, float(size + BESIDE_BYTES)))
     return files
 
 

@@ -15,6 +15,7 @@ from jaxtune.system import waiting
 from jaxtune.train.user_code import processes
 from jaxtune.train.user_code.errors import UserCodeError
 from jaxtune.train.user_code.iterators import listed
+from jaxtune.train.user_code.kept_process import kept_process
 from jaxtune.train.user_code.limits import Over, limit
 from jaxtune.train.user_code.loop import EventLoop, Outcome, Pending, TooLong
 
@@ -104,7 +105,7 @@ def call(
             return Outcome(error=TooLong(name, seconds))
         except UserCodeError as error:
             return Outcome(error=error)
-    with waiting.users_code(name):
+    with waiting.users_code(name), kept_process(name):
         outcome = _here(lambda: _read(function(**given), lists), name, seconds)
     value = outcome.value
     if isinstance(value, Awaitable):

@@ -116,7 +116,8 @@ def rope_config(hf: Config, parameters: Config) -> RopeConfig:
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
         return RopeConfig(**rope, factor=number("factor"), low_freq_factor=low, high_freq_factor=high)
-    rope["factor"] = float(parameters.get("factor") or positions / original)
+    optional = kind == "longrope" and parameters.get("factor") is None
+    rope["factor"] = positions / original if optional else number("factor")
     rope["attention_factor"] = parameters.get("attention_factor")
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jaxtune.models import values
 from jaxtune.models.config import LayerSpec, MoEConfig
 from jaxtune.models.families.common import rope
-from jaxtune.models.families.common.key import Conversion, Entry, Key, Record
+from jaxtune.models.families.common.key import REQUIRED, Conversion, Entry, Key, Record
 from jaxtune.models.families.common.layers import LayerType, LayerTypes, any_count
 from jaxtune.models.layers.delta_net import DeltaNetShape
 
@@ -62,7 +62,7 @@ COMMON: tuple[Entry, ...] = (
         null=lambda hf: hf["num_attention_heads"],
     ),
     Key("head_dim", "head_dim", values.whole, lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-    Key("hidden_act", "activation", check_activation, "silu", conversion=ACTIVATION),
+    Key("hidden_act", "activation", check_activation, "silu", conversion=ACTIVATION, null=REQUIRED),
     Key("max_position_embeddings", "max_position_embeddings", values.whole),
     Key("rms_norm_eps", "norm_eps", values.positive, 1e-6),
     Key("initializer_range", "initializer_range", values.not_negative, 0.02),
@@ -181,7 +181,7 @@ def delta_net(fused: bool = False) -> tuple[Entry, ...]:
     )
     types = (LayerType(rope.FULL), LayerType(rope.LINEAR, mixer=shape))
     return (
-        Key("hidden_act", "activation", _check_silu, "silu"),
+        Key("hidden_act", "activation", _check_silu, "silu", null=REQUIRED),
         Key("attn_output_gate", (), _check_gate, True),
         Key("full_attention_interval", (), values.whole, 4),
         LayerTypes(_every_fourth_full, types),
