@@ -419,10 +419,10 @@ def _followed(kind: str, asked: tuple, key: str, served: Readable) -> _Grammar:
             return _Grammar(_GRAMMARS[kind](*asked))
         known = kind, json.dumps(asked)
         if known not in served.passed:
-            grammar = _Grammar(*served.trials((served.name, kind, asked)))
+            passed = served.trials((served.name, kind, asked))
             if len(served.passed) >= _MOST_PASSED:
                 served.passed.clear()
-            served.passed[known] = grammar
+            served.passed[known] = passed
         return _Grammar(*served.passed[known])
     except (ValueError, TypeError, RecursionError) as error:
         raise ApiError(400, f"{key}: {_words(error)}", key, "invalid_value") from None
