@@ -151,7 +151,7 @@ def of_split(recipe: Translation, names: Sequence[str], split: object, label: st
 READERS = ("json", "csv", "parquet", "text", "arrow")
 
 
-def files_of(recipe: Translation, path: str, files: str | list[str] | Mapping[str, Any]) -> list[str]:
+def files_of(recipe: Translation, path: str, files: str | list[str] | Mapping[str, object]) -> list[str]:
     """The files that a reader such as "json", or a folder, gets; `path` if they are elsewhere, which is lacking."""
     names = [files] if isinstance(files, str) else files
     if isinstance(names, list) and (path in READERS or Path(path).expanduser().is_dir()):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -234,7 +235,7 @@ def _peft(model: Decoder, folder: Path) -> Answer:
     if not model.config.head.is_text or model.source is None:
         return Answer(program, "not tried", "only models that write text are compared")
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, _TOKENS)
-    ours = np.asarray(model(tokens.astype(np.int32)), np.float32)
+    ours = np.asarray(model(jnp.asarray(tokens, jnp.int32)), np.float32)
     with tempfile.TemporaryDirectory() as place:
         asked, answer = Path(place, "tokens.npy"), Path(place, "logits.npy")
         np.save(asked, tokens)

@@ -163,7 +163,7 @@ def _check_dropout(key: str, value: Any) -> None:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
-def _check_alpha(key: str, value: Any) -> None:
+def _check_alpha(key: str, value: float) -> None:
     """A number above 0 that float32 has, as the product with it would be infinite otherwise; else ValueError."""
     values.positive(key, value)
     if value > _MOST_ALPHA:

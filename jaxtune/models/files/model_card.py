@@ -60,7 +60,7 @@ def of_folder(folder: Path) -> Facts:
         facts["base"] = str(read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "")
     said = read_json(folder / RECORD).get("card") if (folder / RECORD).is_file() else None
     if isinstance(said, Mapping) and Facts.__required_keys__ <= said.keys():
-        facts |= {key: said[key] for key in Facts.__required_keys__}
+        return Facts(**{key: said[key] for key in Facts.__required_keys__})
     return facts
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
+from jax.core import AbstractValue, Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -53,7 +54,7 @@ class Digests:
         kind = type(value)
         if kind in _PLAIN:
             return _joined(kind.__name__, repr(value).encode())
-        if kind is tuple and _PLAIN.issuperset(map(type, value)):
+        if isinstance(value, tuple) and kind is tuple and _PLAIN.issuperset(map(type, value)):
             return _joined("tuple", repr(value).encode())
         key = value if kind in _BY_VALUE else id(value)
         if key in self._digests:
@@ -213,9 +214,9 @@ def _of_tree(tree) -> tuple:
 
 # {type: value -> what tells it from others}
 _KINDS: dict[type, Callable[..., Iterable]] = {
-    jax.core.Tracer: lambda tracer: (tracer.aval,),  # of a body of Pallas: its call's argument
+    Tracer: lambda tracer: (tracer.aval,),  # of a body of Pallas: its call's argument
     jax.Array: _of_constant,
-    jax.core.AbstractValue: _public_fields,
+    AbstractValue: _public_fields,
     Primitive: _of_primitive,
     jax.tree_util.PyTreeDef: _of_tree,
     Mesh: _of_mesh,

@@ -108,7 +108,7 @@ def write_result(
     folder: Path,
     run: dict[str, Any],
     step: int,
-    write: Callable[[Path], Any],
+    write: Callable[[Path], object],
     facts: model_card.Facts | None = None,
 ) -> None:
     """Has `write` fill an empty folder, adds proof and card, and renames it to `folder`, in place of an earlier result
