@@ -12,7 +12,7 @@ from jaxtune.system.extras import install
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 # What no extra has.
-OTHERS = {"pip install -U jax jaxlib", "pip install math-verify"}  # no extras
+OTHERS = {"pip install -U jax jaxlib", "pip install math-verify", "pip install torch peft"}  # no extras
 
 
 def calls_and_texts():

@@ -86,7 +86,8 @@ def run(arguments: Sequence[str]) -> None:
     for note in exported.notes:
         say(fitted(f"note: {note}", screen))
     kind = "merged model" if options.to == "merged" else options.to
-    say(fitted(f"{kind}: {options.output} (read back: {', '.join(exported.files)})", screen))
+    checked = [name for name in exported.files if name not in (model_card.NAME, model_card.RECORD)]
+    say(fitted(f"{kind}: {options.output} (read back: {', '.join(checked)})", screen))
     if options.prove:
         del model
         _prove(exported.folder)

@@ -242,8 +242,9 @@ class ReferencedTrainer(PreferenceTrainer):
         *others: object,
         **arguments: object,
     ):
-        if args is None and hasattr(ref_model, "output_dir"):
-            ref_model, args = None, ref_model  # of scripts that leave the reference out
+        if hasattr(ref_model, "output_dir"):  # of scripts that leave the reference out
+            others = others if args is None else (args, *others)
+            ref_model, args = None, ref_model
         if isinstance(model, str | os.PathLike) and ref_model == model:
             ref_model = None  # the model as it is before training, which is the reference
         self.ref_model = self._reference_model(model, ref_model, args)

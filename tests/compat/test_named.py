@@ -144,12 +144,13 @@ def test_texts_without_a_common_beginning_train(folder, tmp_path, kind):  # noqa
     """Alone, or among pairs that have a prompt; as they are, whatever chat template the tokenizer has."""
     whole = [{"chosen": "Yes, it is.", "rejected": "Never."}, {"chosen": "Work beats talk.", "rejected": "Work is"}]
     trainer = made(kind, folder, tmp_path, data=whole * 2, max_steps=1)
-    texts = trainer.tokenizer.batch_decode([row["input_ids"] for row in trainer.train_dataset][:4])
+    ids = [row[column] for row in trainer.train_dataset for column in ("chosen_ids", "rejected_ids")]
+    texts = trainer.tokenizer.batch_decode(ids[:4])
     said = [row[side] for row in whole for side in ("chosen", "rejected")]
     assert [text.replace(trainer.tokenizer.eos_token, "") for text in texts] == said
     assert np.isfinite(trainer.train().training_loss)
     mixed = [{"prompt": None, **row} for row in whole] + PAIRS[:2]
-    assert len(made(kind, folder, tmp_path, data=mixed).train_dataset) == 8
+    assert len(made(kind, folder, tmp_path, data=mixed).train_dataset) == 4
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
@@ -214,10 +215,10 @@ def test_what_scripts_read_of_a_trainer(folder, tmp_path):  # noqa: F811
     for kind in ALL:
         trainer_class, _, _, others = ALL[kind]
         given = {name: folder if value == "folder" else value for name, value in others.items()}
-        with pytest.raises(ValueError, match=f"{trainer_class.__name__}: train_dataset is missing"):
+        with pytest.raises(ValueError, match=f"{trainer_class.__name__}: `train_dataset` is required"):
             trainer_class(model=folder, args=None, **given)
-    with pytest.raises(ValueError, match=r"reward_processing_classes = a list of \w+ is not supported") as told:
-        GRPOTrainer(folder, len, None, PROMPTS, reward_processing_classes=[trainer.tokenizer])
+    with pytest.raises(ValueError, match=r"ref_model is a \w+; give a name or folder") as told:
+        DPOTrainer(folder, train_dataset=PAIRS, ref_model=trainer.tokenizer)
     assert len(str(told.value)) < 300
-    with pytest.raises(ValueError, match="ref_model = a CompatModel is not supported"):
-        DPOTrainer(folder, None, PAIRS, ref_model=trainer.model)
+    with pytest.raises(ValueError, match="ref_model is the model itself"):
+        DPOTrainer(trainer.model, train_dataset=PAIRS, ref_model=trainer.model)

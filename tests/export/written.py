@@ -115,11 +115,12 @@ def _content(file: Path) -> Iterator[bytes]:
 
 
 def digests(case: str, folder: Path, tokenizer: Any) -> dict[str, str]:
-    """{file: digest of its content} of what a case writes; but for the tokenizer's files."""
+    """{file: digest of its content} of what a case writes, without the tokenizer, the card and the record of the run."""
     model, to, arguments = CASES[case]
     done = api.export_model(model(), folder, to, tokenizer=tokenizer if to == "gguf" else None, name="m", **arguments)
     return {
-        name: hashlib.sha256(b"".join(_content(done.folder / name))).hexdigest()[:16] for name in sorted(done.files)
+        name: hashlib.sha256(b"".join(_content(done.folder / name))).hexdigest()[:16]
+        for name in sorted({*done.files} - {"README.md", "jaxtune_run.json"})
     }
 
 
