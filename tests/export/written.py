@@ -115,7 +115,7 @@ def _content(file: Path) -> Iterator[bytes]:
 
 
 def digests(case: str, folder: Path, tokenizer: Any) -> dict[str, str]:
-    """{file: digest of its content} of what a case writes, without the tokenizer, the card and the record of the run."""
+    """{file: digest of its content} of what a case writes, without tokenizer, card and record."""
     model, to, arguments = CASES[case]
     done = api.export_model(model(), folder, to, tokenizer=tokenizer if to == "gguf" else None, name="m", **arguments)
     return {
