@@ -97,7 +97,8 @@ def test_the_next_layers_weights_arrive_at_a_backwards_end():
     fast, slow, none = (dataclasses.replace(H200, link=link) for link in (4 * layer, layer / 4, 0.0))
     piece = streamed.one_piece * layer
     assert piece == 2 * 4096 * 14336
-    assert streamed_bytes(costs, layer, 1.0, fast) == (layer, layer, 1.25 * layer + piece)
+    assert streamed_bytes(costs, layer, 1.0, fast) == (layer, layer, 1.25 * layer)
+    assert streamed_bytes(costs, layer, 0.4, fast) == (layer, layer, 1.625 * layer + piece)
     assert streamed_bytes(costs, layer / 4, 1.0, slow) == (layer, 1.75 * layer, 2 * layer)
     assert streamed_bytes(costs, 0.0, 1.0, none) == (layer, 2 * layer, 2 * layer)
     of_experts = dataclasses.replace(streamed, one_piece=0.6)

@@ -78,7 +78,9 @@ def streamed_bytes(costs: StepParts, kept, backward, device: Device) -> tuple:
     if not layer:
         return 0.0, 0.0, 0.0
     late = next_layer / (device.link * backward) if device.link else 1.0
-    arrived = np.minimum(next_layer * late + piece, next_layer)  # whole matrices arrive
+    # Whole matrices arrive: where copies begin in the first half of a backward, the next one is there at its peak.
+    matrix = np.where((late > 0.5) | (piece >= next_layer), piece, 0.0)
+    arrived = np.minimum(next_layer * late + matrix, next_layer)
     return layer, layer + np.maximum(next_layer - kept, 0.0), layer + arrived
 
 
