@@ -254,9 +254,7 @@ def test_remote_code_is_never_run(folder):
     model, _ = from_pretrained(folder)
     assert "auto_map" not in hf.hf_config_of(model)
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "evil"}))
-    with pytest.raises(
-        ValueError, match=r"model_type 'evil' is not supported \(a checkpoint's custom code is n"
-    ):
+    with pytest.raises(ValueError, match=r"model_type 'evil' is not supported \(a checkpoint's custom code is n"):
         from_pretrained(folder)
 
 
