@@ -22,6 +22,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtune import generate
+from jaxtune.models.files import file_plan
 from jaxtune.system import waiting
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, DataConfig, EvaluationConfig
@@ -439,7 +440,8 @@ def test_a_run_whose_first_save_cannot_fit_is_refused_before_it_begins(tmp_path,
 def test_what_will_not_fit_later_is_told_at_the_start(tmp_path, disk, capsys):
     trainer = trainer_of(tmp_path, Drawn(), checkpoint=EVERY)
     size = checkpoint.checkpoint_bytes({"state": trainer.model.state_shapes(trainer.engine)})
-    for free, words in ((2 * size, "warning: the disk of "), (4 * size, "  on the disk of "), (10**12, None)):
+    room = 4 * size + file_plan.BESIDE_BYTES
+    for free, words in ((2 * size, "warning: the disk of "), (room, "  on the disk of "), (10**12, None)):
         disk["free"] = free
         lines = trainer.disk_notes()
         assert [line.startswith(words) for line in lines] == [True] if words else not lines
