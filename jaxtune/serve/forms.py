@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 
 from jaxtune.conversations.answers import Pieces
+from jaxtune.conversations.texts import Text
 from jaxtune.models.generation.requests import Piece, text_of
 from jaxtune.serve.engine import PromptScores
 from jaxtune.serve.errors import ApiError, encoded
 from jaxtune.serve.requests import ParsedRequest, Usage
 from jaxtune.serve.responses import Response
 from jaxtune.serve.served import ServedModel
-from jaxtune.serve.texts import Text
 
 # for each token, the most likely ones in its place: bytes, log-probability
 type _Ranked = list[list[tuple[bytes, float]] | None]

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from jaxtune.conversations.answers import AnswerReader
+from jaxtune.conversations.texts import Text
 from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.generation.requests import Piece, StopStrings
 from jaxtune.serve.bodies import read_chat
@@ -16,7 +17,6 @@ from jaxtune.serve.errors import encoded
 from jaxtune.serve.forms import Answer, ResponsesAnswer
 from jaxtune.serve.responses import read_responses
 from jaxtune.serve.served import Tokenizer
-from jaxtune.serve.texts import Text
 from tests.serve.running import BASE, stub_model
 
 SENTENCE = "Grüße, 世界 🙂: aab abab aabab, twice 🙂🙂 and <tool_call> in the middle. "
@@ -239,3 +239,17 @@ def test_tokens_of_thoughts_are_counted(tokenizer, source, thoughts, answer, str
             opened.add([token])
         opened.end()
         assert abs(opened.thought_tokens - (len(counted) - heads)) <= 1
+
+
+@pytest.mark.parametrize("count", [100, 400])
+def test_bytes_that_are_no_character_take_a_few_decodes_of_a_few_tokens(tokenizer, count):
+    decoded = []
+
+    def decode(ids):
+        decoded.append(len(ids))
+        return "\ufffd" * len(ids)
+
+    text = Text(decode, ())
+    shown = "".join(said(text.add([number])) for number in range(count))
+    assert max(decoded) <= 40 and sum(decoded) <= 60 * count and count - 40 <= len(shown) <= count
+    assert shown + said(text.end()) == "\ufffd" * count

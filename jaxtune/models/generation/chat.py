@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,13 @@ from jaxtune.conversations.picture_processors import PictureProcessor, picture_a
 from jaxtune.conversations.pictures import Picture
 from jaxtune.conversations.prompts import picture_prompt
 from jaxtune.conversations.templates import TemplateError
+from jaxtune.conversations.texts import Text
 from jaxtune.conversations.tokenizing import Tokenizer
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.ends import ends_of
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.generation.requests import PromptPictures
 from jaxtune.models.lora import has_adapter, without_adapter
-
-_INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character whose other bytes are missing
 
 
 class Conversation:
@@ -77,9 +77,9 @@ class Conversation:
             prompt, placed = picture_prompt(self._tokenizer, messages, self._processor, arguments=self._arguments)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error.__cause__ or error}") from error
-        new: list[int] = []
-        opening, shown_text, last = self._reader.opening(prompt.tolist()), "", ""
-        stream = self._reader.stream(None, opening)
+        opening, last = self._reader.opening(prompt.tolist()), ""
+        decode = functools.partial(self._reader.text, calls=False)
+        shown = Text(decode, (), self._reader.stream(None, opening))
 
         def tell(pieces: Pieces) -> None:
             nonlocal last
@@ -87,27 +87,17 @@ class Conversation:
                 show(f"\n\n{piece}" if last and kind != last else piece)
                 last = kind
 
-        def take(_: int, tokens: list[int]) -> None:
-            """Shows what new tokens add to the text, in whole characters."""
-            nonlocal shown_text
-            new.extend(tokens)
-            answer_text = self._reader.text(new, calls=False)
-            if not answer_text.endswith(_INCOMPLETE) and answer_text.startswith(shown_text):
-                tell(stream.add(answer_text[len(shown_text) :]))
-                shown_text = answer_text
-
         model = self._with if self.adapter else self._without
         [answer] = generate(
             model,
             [prompt.tolist()],
             eos_token_ids=self._ends,
-            streamer=take,
+            streamer=lambda _, tokens: tell(shown.add(tokens)),
             tokenizer=self._tokenizer,
             pictures=[PromptPictures.of(picture_arrays(len(prompt), placed, self._processor))],
             **self._settings,
         )
-        tell(stream.add(self._reader.text(answer, calls=False)[len(shown_text) :]))
-        tell(stream.end())
+        tell(shown.end())
         message = self._reader.read(answer, opening=opening).message
         self.messages = [*messages, message]
         return message["content"]

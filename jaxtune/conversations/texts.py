@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Sequence
 
 from jaxtune.conversations.answers import AnswerStream, Pieces, overlap
 from jaxtune.conversations.call_ids import new_id
 from jaxtune.conversations.calls import Call, json_text
 
+_CHARACTER_BYTES = 4  # at most, each perhaps a token
+_MOST_UNFINISHED = 16  # tokens without the end of a character: they are no text that could still become one
 _PART_OF_CHARACTER = "\ufffd"  # what a decoder gives for bytes of a character whose other bytes follow
 
 
@@ -47,20 +50,28 @@ class Text:
     def add(self, ids: Sequence[int]) -> Pieces:
         """Adds token ids, and returns what is certain and was not returned yet."""
         self._ids += ids
-        before = self._decode(self._ids[self._begin : self._known])
-        decoded = self._decode(self._ids[self._begin :])
-        if decoded.endswith(_PART_OF_CHARACTER) or not decoded.startswith(before):
-            return []
-        self._text += decoded[len(before) :]
-        self._begin, self._known = self._known, len(self._ids)
+        if not self._decoded(len(self._ids)):
+            if len(self._ids) - self._known <= _MOST_UNFINISHED:
+                return []
+            self._decoded(len(self._ids) - _CHARACTER_BYTES, broken=True)
         certain = len(self._text)
         if self._least >= len(self._ids):
             return self._new_pieces(self._text)
-        start = self._stops_from()
+        start = self._stops_from
         for stop in self._stops:
             offset = self._text.find(stop, max(self._read, start))
             certain = min(certain, len(self._text) - overlap(self._text, stop) if offset < 0 else offset)
         return self._new_pieces(self._text[: max(certain, self._read)])
+
+    def _decoded(self, end: int, broken: bool = False) -> bool:
+        """Makes the text of the tokens up to `end` known, unless its last character is unfinished and not broken."""
+        before = self._decode(self._ids[self._begin : self._known])
+        decoded = self._decode(self._ids[self._begin : end])
+        if not broken and (decoded.endswith(_PART_OF_CHARACTER) or not decoded.startswith(before)):
+            return False
+        self._text += decoded[len(before) :]
+        self._begin, self._known = self._known, end
+        return True
 
     def keep(self, ids: Sequence[int]) -> Pieces:
         """Adds token ids of an answer that `end` returns."""
@@ -70,7 +81,7 @@ class Text:
     def end(self, cut: bool = False) -> Pieces:
         """Returns what was not returned yet, and sets `calls`. cut: the row did not end by itself."""
         text = self._text if self._known == len(self._ids) else self._decode(self._ids)
-        start = self._stops_from()
+        start = self._stops_from
         offsets = [offset for offset in (text.find(stop, start) for stop in self._stops) if offset >= 0]
         pieces = self._new_pieces(text[: min(offsets)] if offsets else text)
         if self._stream is not None:
@@ -87,8 +98,9 @@ class Text:
             sizes, characters, key=lambda count: len(self._decode(self._ids[:count])), hi=len(self._ids)
         )
 
+    @functools.cached_property
     def _stops_from(self) -> int:
-        """The first character in which a stop may begin."""
+        """The first character in which a stop may begin, once there are `least` tokens."""
         return len(self._decode(self._ids[: self._least])) if self._least else 0
 
     def _new_pieces(self, text: str) -> Pieces:
