@@ -407,6 +407,9 @@ def with_trials(models: Models) -> Models:
     for model in models.values():
         with contextlib.suppress(ImportError, ValueError):
             _ = model.vocab_size and model.grammars
+    if any(model.vocab_size for model in models.values()):
+        with contextlib.suppress(ValueError):
+            trials((next(iter(models)), "regex", ("a",)))  # its process is there before the first client asks
     return models
 
 
