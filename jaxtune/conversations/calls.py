@@ -259,20 +259,18 @@ class _Tagged:
         return end
 
 
+def _parameters(opens: str, function_closes: str, function_opens: str) -> _Tagged:
+    """Those of a function, in tags: another one follows each, or the function's end before a function or nothing."""
+    follows = rf"\s*(?:{opens}|{function_closes}\s*(?:{function_opens}|\Z))"
+    return _Tagged(re.compile(rf"{opens}([^>\n]+)>"), "</parameter>", re.compile(follows))
+
+
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
 _FUNCTION_END = re.compile(r"\s*</function>\s*(?=<function=|\Z)")
-_PARAMETERS = _Tagged(
-    re.compile(r"<parameter=([^>\n]+)>"),
-    "</parameter>",
-    re.compile(r"\s*(?:<parameter=|</function>\s*(?:<function=|\Z))"),
-)
+_PARAMETERS = _parameters("<parameter=", "</function>", "<function=")
 _INVOKE = re.compile(r"\s*<invoke name=([^>\n]+)>\s*")
 _INVOKE_END = re.compile(r"\s*</invoke>\s*(?=<invoke |\Z)")
-_INVOKE_PARAMETERS = _Tagged(
-    re.compile(r"<parameter name=([^>\n]+)>"),
-    "</parameter>",
-    re.compile(r"\s*(?:<parameter name=|</invoke>\s*(?:<invoke |\Z))"),
-)
+_INVOKE_PARAMETERS = _parameters("<parameter name=", "</invoke>", "<invoke ")
 
 
 def _functions(

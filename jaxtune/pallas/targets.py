@@ -70,8 +70,8 @@ def _device_capability(platform: str) -> tuple[int, int] | None:
     """The first GPU's compute capability; None if it is not NVIDIA's. Cached for each of JAX's default backends."""
     if platform != "gpu":
         return None
-    found = of_device(jax.local_devices(backend="gpu")[0])
-    return None if found is None else found.capability
+    target = of_device(jax.local_devices(backend="gpu")[0])
+    return None if target is None else target.capability
 
 
 def of_device(device: object) -> Target | None:

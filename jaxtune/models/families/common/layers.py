@@ -231,10 +231,10 @@ class MLPFirst:
 
     def write(self, config: DecoderConfig) -> Fields:
         """Raises ValueError for an MLP behind experts."""
-        found = [layer.config_of("mlp") is not None for layer in config.layers]
-        if found != sorted(found, reverse=True):
+        dense = [layer.config_of("mlp") is not None for layer in config.layers]
+        if dense != sorted(dense, reverse=True):
             raise ValueError(f"layers with an MLP behind experts: a {config.family} model's are the first")
-        return {self.name: sum(found)}
+        return {self.name: sum(dense)}
 
 
 class MLPLayers:
